@@ -33,7 +33,7 @@ WIDE = {
     "paramstore.optim.update.update": 11,
     "paramstore.testing.memory_namespace.of_swiglu": 9,
     "paramstore_client.client.create_namespace": 9,
-    "paramstore_client.client.open_namespace": 9,
+    "paramstore_client.client.open_namespace": 10,
     "paramstore_client.hf.import_checkpoint.import_checkpoint": 10,
     "paramstore_client.hf.loading.stored_models.from_config": 14,
     "paramstore_client.hf.loading.stored_models.from_pretrained": 15,

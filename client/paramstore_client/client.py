@@ -25,7 +25,6 @@ from paramstore.wire.messages import (
     LABEL_MAX,
     MAGIC,
     PREPARE_MINOR,
-    PROMISE_MINOR,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     TRAINING_MINOR,
@@ -49,7 +48,7 @@ from paramstore_client.connection.autostart import ServeOptions, connect_or_star
 from paramstore_client.connection.shared_socket import Connection
 from paramstore_client.connection.ticket import Ticket
 from paramstore_client.gradients.upload_area import UploadArea
-from paramstore_client.handle.base import ANSWER_GRACE_S, plain_keys
+from paramstore_client.handle.base import ANSWER_GRACE_S, lease_bounds, plain_keys
 from paramstore_client.handle.ranks import ALONE, Rank, this_rank
 from paramstore_client.namespace import Namespace
 
@@ -135,7 +134,7 @@ class Store:
 
     def open_namespace(
         self, name: str, mode: str = "read", at: int | None = None, rank: int = 0, world_size: int = 1, group: str = "", *,
-        host_bytes: int | str | None = None, min_lease_slots: int = 0,
+        host_bytes: int | str | None = None, min_lease_slots: int = 0, max_lease_slots: int | None = None,
     ) -> Namespace:  # fmt: skip
         """Opens a reader that stands on step `at`, or the writer, which fences earlier writers and goes on from `at`: later steps
         are gone. at: None means the newest committed step; a writer that gives the prepared step commits it.
@@ -144,6 +143,8 @@ class Store:
         once, when the last has come, which must be within `wait_timeout_s`. Their later calls are collective: see docs/ranks.md.
         Readers open one by one, whatever their rank. group: names this start of the job; "" means torchrun's run and restart count.
         min_lease_slots: the least that `lease_slots` may be; a reader is promised half of what is left to readers, or this.
+        max_lease_slots: the most that a reader's `lease_slots` is to be: what it does not use is left to others, to each one who
+        opens. None: no bound. A daemon before protocol 1.8 knows none.
         Raises UnknownNamespace, StepDropped, ConfigError; CapacityError, also where fewer slots are left, naming who has them;
         StepPrepared to a writer without `at` while a step is prepared; StepFailed to a reader before the first commit,
         and to a writer while a snapshot is later than `at`; StepMismatch to ranks that did not come together.
@@ -152,13 +153,14 @@ class Store:
         at = None if at is None else whole_number("at", at)
         if mode == "write" and at is not None:
             self._connection.check_minor(PREPARE_MINOR, "open_namespace(mode='write', at=...)")
-        if min_lease_slots := whole_number("min_lease_slots", min_lease_slots):
-            self._connection.check_minor(PROMISE_MINOR, "open_namespace(min_lease_slots=...)")
+        least, most = lease_bounds(self._connection, "open_namespace", min_lease_slots, max_lease_slots)
+        if mode == "write" and max_lease_slots is not None:
+            raise wrong("max_lease_slots", max_lease_slots, "it for mode='read' alone: a writer is promised all that is left")
         ours = this_rank(rank, world_size, group)
         arguments = self._connection.next_id(), check_name(name), mode, at, _size("host_bytes", host_bytes)
         if mode == "read" or ours.is_alone:
-            return self._open(OpenNamespace(*arguments, min_lease_slots), f"open_namespace {name!r}", mode=mode)
-        message = OpenRank(*arguments, ours.rank, ours.world_size, ours.group, min_lease_slots)
+            return self._open(OpenNamespace(*arguments, least, most), f"open_namespace {name!r}", mode=mode)
+        message = OpenRank(*arguments, ours.rank, ours.world_size, ours.group, least)
         return self._open(message, f"open_namespace {name!r}", mode=mode, ours=ours)
 
     def namespaces(self) -> list[Result]:

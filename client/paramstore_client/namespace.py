@@ -23,7 +23,7 @@ from paramstore_client.connection.answers import Opened
 from paramstore_client.connection.shared_socket import Connection
 from paramstore_client.connection.ticket import Ticket
 from paramstore_client.gradients.upload_area import UploadArea
-from paramstore_client.handle.base import ANSWER_GRACE_S, plain_keys
+from paramstore_client.handle.base import ANSWER_GRACE_S, lease_bounds, plain_keys
 from paramstore_client.handle.lease import Lease
 from paramstore_client.handle.loans import HandleLoans
 from paramstore_client.handle.parts_lease import PartsLease
@@ -197,28 +197,29 @@ class Namespace(Updates, Residency, Steps):
         self._send(messages.Snapshot(self._next_id(), self._handle, step), f"snapshot {step}", answers.nothing).wait()
         return self.reader(step)
 
-    def reader(self, at: int | None = None, *, min_lease_slots: int = 0) -> Namespace:
+    def reader(self, at: int | None = None, *, min_lease_slots: int = 0, max_lease_slots: int | None = None) -> Namespace:
         """Opens another handle on the same namespace: a reader standing on step `at`, or on the newest committed one.
-        min_lease_slots: as for `Store.open_namespace`. Raises StepDropped, CapacityError; StepFailed before the first commit."""
+        min_lease_slots, max_lease_slots: as for `Store.open_namespace`. Raises StepDropped, CapacityError; StepFailed before the
+        first commit."""
         at = None if at is None else whole_number("at", at)
-        if min_lease_slots := whole_number("min_lease_slots", min_lease_slots):
-            self._connection.check_minor(messages.PROMISE_MINOR, "reader(min_lease_slots=...)")
-        message = messages.OpenNamespace(self._next_id(), self.name, "read", at, None, min_lease_slots)
+        least, most = lease_bounds(self._connection, "reader", min_lease_slots, max_lease_slots)
+        message = messages.OpenNamespace(self._next_id(), self.name, "read", at, None, least, most)
         opened = self._send(message, f"open_namespace at {at}", partial(answers.result_of, kind=Opened)).wait()
         return Namespace(self._connection, self._area, opened, mode="read", is_debug=self._is_debug)
 
     # --- leases that stand ---
 
     def let_stand(self, keeper: LeaseKeeper) -> HandleLoans | None:
-        """Notes that `keeper` keeps leases beyond their use, for as long as it lives: it is asked to give them back where `acquire`
-        finds none left, and when the session ends. Returns where it may borrow slots; None where nothing may stand: in debug mode a
-        lease ends when its user says so, and a daemon that speaks an older protocol than 1.4 promises no slots."""
+        """Notes that `keeper` keeps leases beyond their use, for as long as it lives, or until it leaves: it is asked to give them
+        back where `acquire` finds none left, and when the session ends. Returns where it may borrow slots; None where nothing may
+        stand: in debug mode a lease ends when its user says so, and a daemon that speaks an older protocol than 1.4 promises no
+        slots."""
         if not all(callable(getattr(keeper, name, None)) for name in ("give_back", "let_go")):
             raise wrong("keeper", keeper, "who has give_back() and let_go()")
         if self._is_debug or self._connection.minor < messages.PROMISE_MINOR:
             return None
-        self._connection.segments.add_keeper(self._handle, keeper)
-        return HandleLoans(self._connection, self._handle, name=self.name, is_reader=self.mode == "read")
+        leave = self._connection.segments.add_keeper(self._handle, keeper)
+        return HandleLoans(self._connection, self._handle, name=self.name, is_reader=self.mode == "read", leave=leave)
 
     def check_usable(self) -> None:
         """Returns while the handle is open, in its own process; else raises UnknownNamespace, StoreUnavailable or ForkedClient."""

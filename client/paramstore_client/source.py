@@ -184,7 +184,7 @@ class LoanTicket(Protocol):
 
 
 class Lender(Protocol):
-    """Lends lease slots beyond the promise of a handle, to one keeper of leases at a time."""
+    """Lends one keeper of leases slots beyond the promise of its handle, of which one keeper at a time has a loan."""
 
     def begin_borrow(self, keeper: LeaseKeeper, count: int, /) -> LoanTicket | None:
         """Asks for `count` slots in all, and returns at once; None where nothing can be lent to this keeper."""
@@ -193,6 +193,11 @@ class Lender(Protocol):
     def give_back(self, kept: int, /) -> None:
         """Gives all borrowed slots back but `kept`, whose leases were released before. What is asked for and not answered yet is
         given up by it. Must neither wait nor raise."""
+        ...
+
+    def leave(self) -> None:
+        """Notes that the keeper keeps no lease beyond its use any more, and has given back what it borrowed: the next one may
+        borrow. A second call does nothing."""
         ...
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -13,8 +14,14 @@ from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.verify import described_lines
 from paramstore.config import format_size
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 DAY_S = 86_400.0
 FINDINGS_SHOWN = 10
+PIPE_COLUMNS = 10_000
+"""Width where nobody looks on: each row of a table is a line."""
 
 
 def status(
@@ -38,7 +45,7 @@ def _print(stats: dict[str, Any]) -> None:
 
     from paramstore.storage.space.fences import WAY_ON
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_COLUMNS)
     daemon, host = stats["daemon"], stats["tiers"]["host"]
     up = f"up {daemon['uptime_s']:.0f} s, store {daemon['store_uuid'][:8]}"
     console.print(f"paramstore {daemon['version']}, pid {daemon['pid']}, {up}", highlight=False)
@@ -52,7 +59,7 @@ def _print(stats: dict[str, Any]) -> None:
             used = format_size(tier["size_bytes"] - tier["free_bytes"])
             read, written = format_size(tier["bytes_read"]), format_size(tier["bytes_written"])
             tiers.add_row(name, used, format_size(tier["size_bytes"]), read, written, "")
-    console.print(tiers)
+    _show(console, tiers)
     if host["page_advice"]:
         console.print(f"for huge pages: {host['page_advice']}")
     volumes = Table(title="Volumes", title_justify="left")
@@ -62,7 +69,7 @@ def _print(stats: dict[str, Any]) -> None:
         mode = " ".join(filter(None, (volume["mode"], volume.get("granularity"))))
         sizes = [format_size(volume[name]) for name in ("size_bytes", "free_bytes", "written_bytes")]
         volumes.add_row(index, str(volume["path"]), mode, *sizes, format_size(volume["bytes_written_total"]), _endurance(volume))
-    console.print(volumes)
+    _show(console, volumes)
     for index, volume in stats["volumes"].items():
         if reason := volume.get("reason"):
             console.print(f"volume {index} has mode {volume['mode']}: {reason}", soft_wrap=True, markup=False, highlight=False)
@@ -72,9 +79,24 @@ def _print(stats: dict[str, Any]) -> None:
     if (disk := stats.get("catalog")) and disk["free_bytes"] is not None:
         line = f"catalog in {disk['dir']}: {format_size(disk['free_bytes'])} free on its file system"
         console.print(line, soft_wrap=True, markup=False, highlight=False)
-    console.print(_namespaces(stats))
+    _show(console, _namespaces(stats))
     for line in (*namespace_lines(stats["namespaces"]), *verify_lines(stats.get("verify")), *patrol_lines(stats.get("patrol"))):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _show(console: Console, table: Table) -> None:
+    """Prints a table; where it is wider than the console, each row as a paragraph, so that nothing is cut."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if console.measure(table, options=console.options.update(max_width=PIPE_COLUMNS)).maximum <= console.width:
+        console.print(table)
+        return
+    console.print(str(table.title), style="italic")
+    for first, *others in zip(*(column.cells for column in table.columns), strict=True):
+        console.print(Text(f"{table.columns[0].header} {first}"))
+        named = zip(table.columns[1:], others, strict=True)
+        console.print(Padding(Text(", ".join(f"{column.header} {cell}" for column, cell in named if cell)), (0, 0, 0, 2)))
 
 
 def namespace_lines(namespaces: dict[str, Any]) -> Iterator[str]:
@@ -136,7 +158,7 @@ def _endurance(volume: dict[str, Any]) -> str:
     return f"{volume['endurance_used']:.2%} of {format_size(volume['endurance_bytes'])}"
 
 
-def _namespaces(stats: dict[str, Any]) -> object:
+def _namespaces(stats: dict[str, Any]) -> Table:
     from rich.table import Table
 
     table = Table(title="Namespaces", title_justify="left")

@@ -17,6 +17,8 @@ from paramstore.wire.messages import Failed, Message
 
 READ_BYTES = 64 << 10
 """Size of the one buffer that all channels read into: a buffer for each read would be mapped and unmapped each time."""
+READS_MAX = 2
+"""Most reads of one turn: one more than most need, which finds nothing."""
 OUTPUT_BYTES_MAX = 64 << 20
 
 
@@ -47,23 +49,33 @@ class Channel:
         self._decoder.limit_bytes = limit_bytes
 
     def _readable(self) -> None:
+        """Reads until nothing is there, the rest in a later turn: of a client that closed and left answers unread uvloop tells
+        once, and never again of what there is to read, nor of the end."""
+        for _ in range(READS_MAX):
+            if self._is_closed or not self._read():
+                return
+        self._loop.call_soon(self._readable)
+
+    def _read(self) -> bool:
+        """Takes what one read brings; False where nothing was there, or nothing comes any more."""
         try:
             length_bytes = self._socket.recv_into(_read_buffer)
         except (BlockingIOError, InterruptedError):
-            return
+            return False
         except OSError as error:
             self.close(error)
-            return
+            return False
         if not length_bytes:
             self.close(None)
-            return
+            return False
         try:
             for body in self._decoder.feed(_read_buffer[:length_bytes]):
                 self._on_frame(body)
                 if self._is_closed:
-                    return
+                    return False
         except ProtocolError as error:
             self.refuse(error)
+        return True
 
     def refuse(self, error: ProtocolError) -> None:
         """Tells a peer that does not speak the protocol so, as far as it can be told, and disconnects it."""

@@ -131,6 +131,7 @@ class Handlers:
             open_one = partial(
                 self._store.admission.open, r.name, mode=r.mode, at=r.at, host_bytes=r.host_bytes,
                 min_lease_slots=r.min_lease_slots,
+                max_lease_slots=r.max_lease_slots if isinstance(r, m.OpenNamespace) else None,
             )  # fmt: skip
         if not isinstance(r, m.CreateRank | m.OpenRank):
             return open_one()

@@ -134,25 +134,29 @@ class Admission:
 
     async def open(
         self, name: str, *, mode: str, at: int | None, host_bytes: int | None, min_lease_slots: int = 0,
-        group: WriterGroup | None = None,
+        max_lease_slots: int | None = None, group: WriterGroup | None = None,
     ) -> View:  # fmt: skip
         """Returns a view of `name`. Mode "write" fences earlier writers and rolls back to `at`, or to the committed step; a
         prepared step is committed if it is `at`. Mode "read" stands on `at`, or on the committed step. Raises UnknownNamespace,
         StepDropped, StepFailed to a reader before the first commit, StepPrepared to a writer without `at` while a step is prepared,
-        CapacityError where `min_lease_slots` are not left, or were lent and have not come back in time."""
+        CapacityError where `min_lease_slots` are not left, or were lent and have not come back in time. max_lease_slots: of a
+        reader."""
         if mode not in ("read", "write"):
             raise ConfigError(f"mode={mode!r}: use 'read' or 'write'")
         namespace = self._namespaces.get(name)
         if namespace is None:
             known = ", ".join(sorted(self._namespaces)) or "none"
             raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
-        recall = self._recall(namespace, is_writer=mode == "write", group=group, least=min_lease_slots)
+        most = max_lease_slots if mode == "read" else None
+        recall = self._recall(namespace, is_writer=mode == "write", group=group, least=min_lease_slots, most=most)
         if mode == "read":
             self.reader_step(namespace, at)  # refused before any memory moves
 
             def open_reader() -> View:
                 step = self.reader_step(namespace, at)  # a commit may have dropped it meanwhile
-                return self._open_view(namespace, is_writer=False, step=step, min_lease_slots=min_lease_slots)
+                return self._open_view(
+                    namespace, is_writer=False, step=step, min_lease_slots=min_lease_slots, max_lease_slots=max_lease_slots
+                )
 
             with recall:
                 return await self._with_memory(namespace, host_bytes, recall, open_reader)
@@ -166,11 +170,14 @@ class Admission:
                 raise prepared_error(namespace, what="open_namespace")
             return await self._open_writer(namespace, host_bytes, recall, at=at, group=group, min_lease_slots=min_lease_slots)
 
-    def _recall(self, namespace: NamespaceState, *, is_writer: bool, group: WriterGroup | None, least: int = 0) -> Recall:
+    def _recall(
+        self, namespace: NamespaceState, *, is_writer: bool, group: WriterGroup | None, least: int = 0, most: int | None = None
+    ) -> Recall:
         world_size = 1 if group is None else group.world_size
         return Recall(
-            self._transfers, namespace, is_writer=is_writer, world_size=world_size, least=least, wait_s=self._recall_wait_s
-        )
+            self._transfers, namespace, is_writer=is_writer, world_size=world_size, least=least, most=most,
+            wait_s=self._recall_wait_s,
+        )  # fmt: skip
 
     async def _with_memory(
         self, namespace: NamespaceState, host_bytes: int | None, recall: Recall, finish: Callable[[], T]
@@ -213,10 +220,13 @@ class Admission:
 
     def _open_view(
         self, namespace: NamespaceState, *, is_writer: bool, step: int | None = None, group: WriterGroup | None = None,
-        min_lease_slots: int = 0,
+        min_lease_slots: int = 0, max_lease_slots: int | None = None,
     ) -> View:  # fmt: skip
         with self._transfers.deciding() as planner:
-            return planner.views.open(namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=min_lease_slots)
+            return planner.views.open(
+                namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=min_lease_slots,
+                max_lease_slots=max_lease_slots,
+            )  # fmt: skip
 
     def _fence(self, namespace: NamespaceState) -> None:
         if namespace.writing.group is not None:

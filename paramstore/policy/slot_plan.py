@@ -263,8 +263,8 @@ class SlotPlan:
     def _find(self, visit: SlotVisit, one: Held, late: list[Held], *, passes: bool) -> None:
         """Counts a key that stands already, or is on its way."""
         self.counts.useful += one.is_ahead
-        visit.ahead_ready += one.is_ahead and one.is_ready
-        visit.ahead_late += one.is_ahead and not one.is_ready
+        visit.ahead_ready += one.is_awaited and one.is_ready
+        visit.ahead_late += one.is_awaited and not one.is_ready
         one.is_passing = passes and one.is_ahead and not one.users
         one.is_ahead = one.is_awaited = False
         if not one.is_ready:

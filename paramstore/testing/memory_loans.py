@@ -42,6 +42,7 @@ class MemoryLoans:
         """What was asked for, in order."""
         self.given_back: list[int] = []
         """What was kept, each time slots were given back."""
+        self.has_left = False
 
     def begin_borrow(self, keeper: LeaseKeeper, count: int) -> MemoryLoanTicket | None:
         self.asked.append(count)
@@ -52,6 +53,10 @@ class MemoryLoans:
     def give_back(self, kept: int) -> None:
         self.given_back.append(kept)
         self.count = min(self.count, kept)
+
+    def leave(self) -> None:
+        assert self.count == 0, "what is lent to the handle would be lost"
+        self.has_left = True
 
     def recall(self, kept: int) -> None:
         """Asks all but `kept` slots back, and lends no more than these."""

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 7
+PROTOCOL_MINOR = 8
 VERIFY_MINOR = 1
 """The first minor in which a daemon knows `Verify`."""
 PREPARE_MINOR = 2
@@ -25,6 +25,8 @@ FOLLOW_MINOR = 6
 """The first minor in which a `Refresh` may name the step."""
 LOANS_MINOR = 7
 """The first minor in which a daemon lends lease slots beyond the promise."""
+BOUND_MINOR = 8
+"""The first minor in which a reader says how many lease slots it is to be promised at most."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17

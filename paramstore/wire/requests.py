@@ -51,13 +51,14 @@ class CreateNamespace(Message, tag="create"):
 
 class OpenNamespace(Message, tag="open"):
     """Opens a namespace. mode: "read" or "write". at: a step; None: the newest committed one. min_lease_slots: since PROMISE_MINOR.
+    max_lease_slots: the most that a reader is to be promised, if that is not less; None: no bound. Since BOUND_MINOR.
 
     Result: mapping {handle, name, schema, layers, experts, committed_step, view_step, epoch, lease_slots, wait_timeout_s}.
     Opening as writer fences earlier writers and rolls back to that step; a prepared one is committed if it is `at`.
     Error: StepPrepared, to a writer without `at` while a step is prepared; CapacityError where fewer slots than asked for are left.
     """
 
-    ADDED_FIELDS: ClassVar[int] = 1
+    ADDED_FIELDS: ClassVar[int] = 2
 
     id: int
     name: str
@@ -65,6 +66,7 @@ class OpenNamespace(Message, tag="open"):
     at: int | None = None
     host_bytes: int | None = None
     min_lease_slots: int = 0
+    max_lease_slots: int | None = None
 
 
 class CreateRank(CreateNamespace, tag="create_rank"):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 import paramstore_client
 from paramstore import __version__
@@ -50,6 +55,59 @@ def test_one_screen_shows_tiers_volumes_and_namespaces(
     assert str(daemon.directory / "volume") in shown
     assert re.search(r"experts .*None .* ok", shown)
     assert re.search(rf"^catalog in {re.escape(str(daemon.directory))}: [\d.]+ \w+ free on its file system$", shown, re.MULTILINE)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *cells: str) -> str:
+    """The screen of a table of two rows, whose second has long cells."""
+    table = Table(title="Things")
+    for column in ("name", "place", "empty", *(f"column {number}" for number in range(len(cells)))):
+        table.add_column(column)
+    table.add_row("one", "[here]", "", *("" for _ in cells))
+    table.add_row("two", "there", "", *cells)
+    status._show(Console(), table)
+    return capsys.readouterr()[0]
+
+
+def test_a_row_that_is_wider_than_the_screen_is_a_paragraph_in_which_nothing_is_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    cells = [f"word{number} " * 3 for number in range(9)]
+    shown = printed(capsys, *cells)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert "…" not in shown
+    assert shown.splitlines()[:3] == ["Things", "name one", "  place [here]".ljust(80)]
+    assert "empty" not in shown, "what says nothing is left out"
+    text = " ".join(shown.split())
+    assert all(f"column {number} {' '.join(cell.split())}" in text for number, cell in enumerate(cells))
+    assert "│" in printed(capsys, "short"), "one that fits is a table"
+
+
+@pytest.mark.slow
+def test_in_a_pipe_a_row_is_a_line(daemon: DaemonProcess) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "paramstore", "status", daemon.address]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment).stdout
+    assert "…" not in shown
+    (row,) = (line for line in shown.splitlines() if "experts" in line and "│" in line)
+    assert row.rstrip(" │").endswith("ok")
+    (head,) = (line for line in shown.splitlines() if "amplification" in line)
+    assert head.count("┃") == row.count("│") == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_readers_and_namespaces_are_told_whole_at_any_width(
+    columns: int, daemon: DaemonProcess, paramstore: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert paramstore("status", daemon.address) == 0
+    shown = capsys.readouterr()[0]
+    assert "…" not in shown
+    text = " ".join(shown.split())
+    for word in ("param slots", "optim slots", "leased", "written in all", "endurance", "not stated", "0 B"):
+        assert word in text, word
+    assert str(daemon.directory / "volume") in "".join(shown.split())
 
 
 @pytest.mark.slow

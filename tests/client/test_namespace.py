@@ -213,6 +213,26 @@ def test_the_least_that_may_be_leased_is_asked_for_and_an_older_daemon_cannot_pr
     assert store.open_namespace("moe").lease_slots == 16
 
 
+def test_the_most_that_is_to_be_promised_is_asked_for_and_an_older_daemon_is_told_of_none(
+    daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
+) -> None:
+    store.open_namespace("moe", max_lease_slots=3)
+    store.open_namespace("moe", min_lease_slots=2, max_lease_slots=2)
+    namespace.reader(max_lease_slots=0)
+    assert [request.max_lease_slots for request in daemon.requests(m.OpenNamespace)] == [3, 2, 0]
+    for wrong in (-1, 1.5, "3"):
+        with pytest.raises(ps.ConfigError, match=r"max_lease_slots=.*: give a whole number from 0"):
+            store.open_namespace("moe", max_lease_slots=wrong)
+    with pytest.raises(ps.ConfigError, match=r"max_lease_slots=3: .* not below min_lease_slots=4"):
+        namespace.reader(min_lease_slots=4, max_lease_slots=3)
+    with pytest.raises(ps.ConfigError, match="max_lease_slots=3: give it for mode='read' alone"):
+        store.open_namespace("moe", mode="write", max_lease_slots=3)
+    daemon.minor = m.BOUND_MINOR - 1
+    store.reconnect()
+    store.open_namespace("moe", max_lease_slots=3)
+    assert daemon.requests(m.OpenNamespace)[-1].max_lease_slots is None
+
+
 def test_an_older_daemon_is_asked_for_neither_half_of_a_commit(
     daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
 ) -> None:

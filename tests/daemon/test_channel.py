@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+import uvloop
 
 from paramstore.daemon import channel as channel_module
 from paramstore.daemon.channel import Channel
@@ -49,7 +50,9 @@ class Peer:
         return self.frames[-1]
 
 
-def run(scenario: Callable[[Peer], Coroutine[Any, Any, None]]) -> None:
+def run(
+    scenario: Callable[[Peer], Coroutine[Any, Any, None]], *, loop: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> None:
     async def main() -> None:
         peer = Peer()
         try:
@@ -58,7 +61,8 @@ def run(scenario: Callable[[Peer], Coroutine[Any, Any, None]]) -> None:
             peer.channel.close(None)
             peer.client.close()
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
 
 
 def frame(body: bytes) -> bytes:
@@ -226,3 +230,23 @@ def test_what_was_sent_before_the_end_is_read_before_it() -> None:
         assert await peer.client.end() == [m.Failed(0, "ProtocolError", "why")]
 
     run(scenario)
+
+
+@pytest.mark.parametrize("count", [1, 30_000])
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_the_end_of_a_client_that_left_answers_unread_is_told(
+    loop: Callable[[], asyncio.AbstractEventLoop], count: int
+) -> None:
+    """uvloop tells of a socket that is in error once: behind that the last frames are read, and the end."""
+
+    async def scenario(peer: Peer) -> None:
+        peer.channel.send(m.Done(1, None))
+        theirs = peer.client.sock
+        theirs.setblocking(True)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
+        theirs.sendall(frame(b"last") * count)
+        theirs.close()
+        await peer.ended.wait()
+        assert peer.frames == [b"last"] * count
+
+    run(scenario, loop=loop)

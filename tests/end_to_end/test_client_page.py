@@ -23,6 +23,8 @@ NODES = ROOT / "docs" / "nodes.md"
 TRAINING = ROOT / "docs" / "training.md"
 TRANSFORMERS = ROOT / "docs" / "transformers.md"
 SERVING = ROOT / "docs" / "serving.md"
+REPEATABLE = (TRANSFORMERS, SERVING)
+"""Programs that run again in the same directory, beside the daemon that they left."""
 HANDLE = ("namespace.py", "handle/residency.py", "handle/steps.py", "handle/updates.py")
 """What a namespace's calls are written in."""
 LINES_MAX = 200
@@ -62,13 +64,14 @@ def test_the_pages_program_runs(page: Path, folder: Path) -> None:
     paths = [str(path) for path in (ROOT, ROOT / "client", ROOT / "native")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PARAMSTORE_")}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=100,
-        check=False,
-    )  # fmt: skip
-    log = folder / "client-data" / "daemon.log"
-    assert done.returncode == 0, f"{done.stderr}\n{log.read_text() if log.exists() else 'no daemon log'}"
-    assert "nobody waited" not in done.stderr
+    for _ in range(2 if page in REPEATABLE else 1):
+        done = subprocess.run(
+            [sys.executable, "-X", "dev", str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=100,
+            check=False,
+        )  # fmt: skip
+        log = folder / "client-data" / "daemon.log"
+        assert done.returncode == 0, f"{done.stderr}\n{log.read_text() if log.exists() else 'no daemon log'}"
+        assert "nobody waited" not in done.stderr
 
 
 @pytest.mark.parametrize("page", [PAGE, SERVING], ids=lambda page: page.stem)

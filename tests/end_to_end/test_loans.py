@@ -171,6 +171,17 @@ def test_an_idle_reader_gives_back_without_a_visit(slots: HostSlots, other: ps.S
         visit(slots, ALL)
 
 
+def test_who_comes_after_a_keeper_that_was_closed_borrows_at_once(slots: HostSlots) -> None:
+    slots.close()
+    after = standing(slots.namespace)  # type: ignore[arg-type]  # a namespace is such a source
+    assert isinstance(after, HostSlots)
+    deadline_s = time.monotonic() + LIMIT_S
+    while after.loans.count < LENT:
+        assert time.monotonic() < deadline_s, "the first one keeps the loan as long as it lives"
+        for key in ALL:
+            visit(after, [key])
+
+
 def test_what_a_kernel_still_uses_is_given_back_when_its_visit_ends(slots: HostSlots, other: ps.Store) -> None:
     with slots.acquire_arriving(ALL, may_pass=True) as lease:
         tensors = {key: lease[key]["w"] for key in lease.in_turn() if not lease.passes(key)}

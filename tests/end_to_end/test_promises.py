@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ with ps.connect(sys.argv[1]) as store, store.open_namespace(sys.argv[2]) as read
 @pytest.fixture
 def writer(autostarting: ps.ServeOptions, request: pytest.FixtureRequest) -> Iterator[ps.Namespace]:
     """Its own namespace for each test: two layers of 16 experts, slots for two versions of each; committed as step 1."""
-    schema, name = ps.adamw_schema(FIELDS, param_dtype="float32"), request.node.name.partition("[")[2].strip("]") or "alone"
+    schema, name = ps.adamw_schema(FIELDS, param_dtype="float32"), re.sub(r"\W", "-", request.node.name)[-40:]
     with (
         ps.connect(autostart=autostarting, timeout_s=60.0) as store,
         store.create_namespace(name, schema, layers=2, experts=EXPERTS) as namespace,
@@ -62,6 +63,18 @@ def test_a_reader_of_another_process_never_ends_a_trainer(autostarting: ps.Serve
         with other.open_namespace(writer.name, min_lease_slots=16) as reader, reader.acquire(LAYER):
             pass
     assert writer.lease_slots == 44
+
+
+def test_after_a_reconnect_the_slots_of_the_session_before_are_there_at_once(
+    autostarting: ps.ServeOptions, writer: ps.Namespace
+) -> None:
+    with ps.connect(autostart=autostarting) as other:
+        for _ in range(10):
+            reader = other.open_namespace(writer.name, min_lease_slots=16)
+            tickets = [reader.prefetch([key]) for key in LAYER]  # the answers come in the moment of the reconnect
+            other.reconnect()
+            del tickets
+        assert other.open_namespace(writer.name).lease_slots == 8
 
 
 def namespace_of(_: ExitStack, writer: ps.Namespace) -> ExpertSource:

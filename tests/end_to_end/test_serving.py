@@ -165,7 +165,7 @@ def test_a_namespace_without_values_is_filled_if_it_is_of_these_experts_and_else
 
 @pytest.mark.parametrize(
     ("memory", "said"),
-    [(0, "give a whole number from 1"), (-1, "from 1"), ("0B", "holds no expert: one takes 12288"), ("4KiB", "4096")],
+    [(0, "a number of experts from 1"), (-1, "from 1"), ("0B", "holds no expert: one takes 12288"), ("4KiB", "'4KiB'")],
 )
 def test_memory_for_no_expert_is_refused_with_the_size_of_one(
     memory: Any, said: str, store: ps.Store, serve: Callable[..., Any]

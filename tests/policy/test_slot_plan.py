@@ -390,6 +390,16 @@ def test_a_key_that_is_due_comes_beside_what_was_loaded_ahead_for_later_turns() 
     assert plan.free == 4
 
 
+def test_what_was_loaded_ahead_of_an_earlier_visit_of_the_layer_is_not_loaded_ahead_of_this_one() -> None:
+    plan = SlotPlan(4, Lru())
+    old, new = (1, 0), (1, 1)
+    plan.arrive(plan.ahead([old])[0][0])
+    plan.end_visit(plan.visit([(1, 2)]))  # the guess was wrong
+    plan.arrive(plan.ahead([new])[0][0])
+    visit = plan.visit([old, new])
+    assert (visit.ahead_ready, visit.ahead_late, plan.counts.useful) == (1, 0, 2)
+
+
 def test_a_visit_that_may_pass_leaves_slots_to_others() -> None:
     plan = SlotPlan(5, Lru(), passing_slots=2, held_most=4)
     used(plan, "abcde")
@@ -687,8 +697,8 @@ class Slots:
         self.kept[visit], self.through[visit], self.waiting[visit] = visit.passing_slots, through, list(visit.passing)
         assert bool(visit.passing) >= bool(visit.passing_slots)
         assert not visit.passing or len(visit.held) + len(through) + visit.passing_slots <= held_most
-        assert visit.ahead_ready == len({*visit.held, *through} & self.fresh & self.ready)
-        assert visit.ahead_late == len({*visit.held, *through} & self.fresh - self.ready)
+        assert visit.ahead_ready == len({*visit.held, *through} & self.awaited & self.ready)
+        assert visit.ahead_late == len({*visit.held, *through} & self.awaited - self.ready)
         self.leaving = self.leaving - set(visit.held) | set(through)
         loads = []
         for held in (*visit.held, *through):

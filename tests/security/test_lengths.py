@@ -37,7 +37,7 @@ TRUE: dict[str, Any] = {
     "is_wanted": True, "step": 1, "extra": b"", "segments": [], "resident": [], "touched": [], "bytes_resident": 0,
     "namespace": NAME, "host_bytes": None, "at": None, "bytes_per_s": None, "rank": 0, "world_size": 1, "group": "g",
     "is_resumed": False, "is_last": False, "options": None, "param_visits": ((0, "routed"),), "optim_visits": ((0, "gathered"),),
-    "min_lease_slots": 0, "after": 0, "sequence": 0, "is_counted": True, "count": 1, "kept": 0,
+    "min_lease_slots": 0, "max_lease_slots": 0, "after": 0, "sequence": 0, "is_counted": True, "count": 1, "kept": 0,
 }  # fmt: skip
 """A value of each field that no one would object to."""
 REQUESTS: tuple[type[m.Message], ...] = tuple(

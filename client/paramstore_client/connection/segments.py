@@ -13,6 +13,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from operator import call
@@ -138,9 +139,17 @@ class Segments:
         self._watchers[token] = fn
         return lambda: self._watchers.pop(token, None)
 
-    def add_keeper(self, handle: int, keeper: LeaseKeeper) -> None:
-        """Notes who keeps leases of a handle beyond their use, for as long as it lives. May be called from any thread."""
-        self._keepers.append((handle, weakref.ref(keeper)))
+    def add_keeper(self, handle: int, keeper: LeaseKeeper) -> Callable[[], None]:
+        """Notes who keeps leases of a handle beyond their use, for as long as it lives, or until the function that is returned is
+        called, which may be done twice. Both may be called from any thread."""
+        entry = handle, weakref.ref(keeper)
+        self._keepers.append(entry)
+
+        def leave() -> None:
+            with suppress(ValueError):
+                self._keepers.remove(entry)
+
+        return leave
 
     def keepers(self, handle: int | None = None) -> list[LeaseKeeper]:
         """Those who keep leases of `handle`, or of any handle, and live."""

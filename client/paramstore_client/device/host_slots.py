@@ -262,13 +262,13 @@ class HostSlots:
             self._is_deciding = False
 
     def close(self) -> None:
-        """Cancels loads ahead under way, and releases every lease that no visit uses."""
+        """Cancels loads ahead, and releases every lease that no visit uses. From here on none outlives its visit."""
         with self._lock:
             self._begin()
             self._ahead.cancel(self._plan)
-            self._is_deciding = False
+            self.may_stand = self._is_deciding = False
+        self.loans.refuse()
         self.give_back()
-        self.skip(self.loans.refuse())
 
     def let_go(self) -> None:
         """Releases every lease that no visit uses, as the session ends. Takes no lock."""

@@ -63,6 +63,8 @@ class Loans:
         self._ask_again_s = 0.0
         self._may_be_lent = False
         """Whether something was asked for since everything was given back: after an interrupt nobody knows what came of it."""
+        self._is_leaving = False
+        """Whether the owner was closed."""
         self._ended = threading.Event()
         """Set when the thread that looks is needed no more; each has its own."""
         self._ended.set()
@@ -99,7 +101,7 @@ class Loans:
         if self.count > kept:
             given = plan.shrink(self.count - kept)
             release_gone()
-        if given or (not self.most and self._asked is not None):
+        if given or (not self.most and (self._asked is not None or not self.count)):
             self._keep(self.count - given)
 
     def _take(self, asked: LoanTicket) -> int:
@@ -112,12 +114,14 @@ class Loans:
             self._ended.set()
         return self.count - before
 
-    def refuse(self) -> Sequence[int]:
-        """Has all that is lent given back by the next call of the owner, and nothing asked for any more. Returns no layers."""
-        self.most = 0
+    def refuse(self) -> None:
+        """Has all that is lent given back by the next call of the owner, what visits use at their end, and nothing asked for any
+        more. Who keeps leases of the handle beside the owner may borrow then."""
+        self.most, self._is_leaving = 0, True
         if self._may_be_lent:
             self.word = DUE
-        return ()
+        elif self._lender is not None:
+            self._lender.leave()
 
     def end(self) -> None:
         """Gives everything back, whatever is in use: the owner starts anew, or is gone. Takes no lock, neither waits nor raises."""
@@ -138,6 +142,8 @@ class Loans:
             self.word = self._lent = NOTHING
             self._ended.set()
             self._may_be_lent = False
+            if self._is_leaving:
+                self._lender.leave()
 
     def forget(self) -> None:
         """In a forked child: nothing is lent to it, and the page of words is not mapped there."""

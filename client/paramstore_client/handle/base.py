@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from paramstore.core.arguments import counts, data, listed, wrong
+from paramstore.core.arguments import counts, data, listed, whole_number, wrong
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ParamStoreError, SchemaMismatch, UnknownNamespace
-from paramstore.wire.messages import EXTRA_BYTES_MAX, KEYS_MAX, Request
+from paramstore.wire.messages import BOUND_MINOR, EXTRA_BYTES_MAX, KEYS_MAX, PROMISE_MINOR, Request
 from paramstore_client.connection.answers import Opened
 from paramstore_client.connection.shared_socket import Connection
 from paramstore_client.connection.ticket import Ticket
@@ -117,6 +117,16 @@ class Handle:
         """Raises SchemaMismatch on a reader's handle; in the call itself, as nobody may wait for its ticket."""
         if self.mode != "write":
             raise SchemaMismatch(f"{call}: namespace {self.name!r} is open for reading: open it with mode='write'")
+
+
+def lease_bounds(connection: Connection, call: str, least: object, most: object) -> tuple[int, int | None]:
+    """The least and the most lease slots that `call` is to ask for; most is None for no bound, and where the daemon knows none.
+    Raises ConfigError, and VersionMismatch from a daemon that promises nothing."""
+    if least := whole_number("min_lease_slots", least):
+        connection.check_minor(PROMISE_MINOR, f"{call}(min_lease_slots=...)")
+    if most is not None and whole_number("max_lease_slots", most) < least:
+        raise wrong("max_lease_slots", most, f"a number that is not below min_lease_slots={least}")
+    return least, None if most is None or connection.minor < BOUND_MINOR else whole_number("max_lease_slots", most)
 
 
 def plain_keys(keys: Iterable[ExpertKey]) -> list[ExpertKey]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,17 +17,24 @@ if TYPE_CHECKING:
 
 
 class HandleLoans:
-    """What the daemon lends a handle. The first of those who keep its leases, and live, may borrow: the loan is the handle's."""
+    """What the daemon lends a handle. The first of those who keep its leases may borrow, until it leaves or is gone: the loan is
+    the handle's.
 
-    def __init__(self, connection: Connection, handle: int, *, name: str, is_reader: bool) -> None:
+    leave: ends the keeping of who borrows here; it has given everything back before.
+    """
+
+    def __init__(
+        self, connection: Connection, handle: int, *, name: str, is_reader: bool, leave: Callable[[], None]
+    ) -> None:
         self._connection = connection
         self._handle = handle
         self._name = name
+        self.leave = leave
         self._may_borrow = is_reader and connection.minor >= LOANS_MINOR
 
     def begin_borrow(self, keeper: LeaseKeeper, count: int) -> Ticket[Loan] | None:
         """Asks for `count` slots in all, and returns at once. None where nothing can be lent to this keeper: to a writer, by a
-        daemon before protocol 1.7, or while an earlier keeper lives. Raises as `Connection.request`."""
+        daemon before protocol 1.7, or while an earlier keeper has not left. Raises as `Connection.request`."""
         if not self._may_borrow or self._connection.segments.keepers(self._handle)[:1] != [keeper]:
             return None
         message = Borrow(self._connection.next_id(), self._handle, count)

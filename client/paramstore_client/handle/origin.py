@@ -13,19 +13,21 @@ PATH_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The checkpoint of an import. fingerprint: of its experts. source: its path at that time, for people."""
+    """The checkpoint of an import. fingerprint: of its experts. source: its path at that time, for people. step: that it made."""
 
     fingerprint: str
     source: str
+    step: int = 0
 
     def to_extra(self) -> bytes:
-        return json.dumps({"import": {"fingerprint": self.fingerprint, "source": self.source[:PATH_MAX]}}).encode()
+        noted = {"fingerprint": self.fingerprint, "source": self.source[:PATH_MAX], "step": self.step}
+        return json.dumps({"import": noted}).encode()
 
     @classmethod
     def from_extra(cls, extra: bytes) -> Origin | None:
         """The origin that `to_extra` packed, beside a dense part or alone; None if the bytes are anything else."""
         try:
             begun = json.loads(callers_extra(extra))["import"]
-            return cls(str(begun["fingerprint"]), str(begun["source"]))
+            return cls(str(begun["fingerprint"]), str(begun["source"]), int(begun.get("step", 0)))  # older notes have none
         except (CheckpointError, ValueError, KeyError, TypeError):
             return None

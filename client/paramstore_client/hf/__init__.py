@@ -1,7 +1,8 @@
 """Models of transformers (>= 5.7) with stored experts: `from_pretrained`, `from_config`, `experts`, `namespace`,
 `counts`, `speculation`, `follow`, `following`, `trainer_callback`."""
 
-from paramstore_client.hf.follower import Followed, Following, follow, following
+from paramstore_client.hf.follower import Following, follow, following
+from paramstore_client.hf.loading.newest_step import Followed
 from paramstore_client.hf.loading.stored_models import counts, experts, from_config, from_pretrained, namespace, speculation
 from paramstore_client.hf.model.early_loads import SpeculationFigures
 from paramstore_client.hf.model.layout import ExpertLayout, ExpertTensor, find_layout

@@ -1,9 +1,6 @@
 """Moves a model that is served to the newest step that a trainer commits: experts and dense weights together, or not at all.
 
-- It moves between two forwards, never within one, and only to a step whose dense file was found whole and of this model.
-- While that file is read a second handle stands on its step, so that neither goes away. The experts move to that very step; where
-  it is gone all the same, the newest is tried again, TRIES_MAX times at most.
-- Dense weights are loaded into the model's own tensors: compiled code and captured references stay.
+It moves between two forwards, never within one, and only to a step whose dense file was found whole and of this model.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ import functools
 import inspect
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,38 +18,17 @@ from torch import nn
 
 from paramstore.clock import MonotonicClock
 from paramstore.core.arguments import path
-from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, StepDropped, WaitTimeout
+from paramstore.errors import ConfigError, StepDropped, WaitTimeout
 from paramstore_client.connection.answers import NewStep
 from paramstore_client.connection.ticket import Ticket
-from paramstore_client.handle.dense_part import DensePart
 from paramstore_client.hf.compat import caches
+from paramstore_client.hf.loading.newest_step import Followed, Mover
 from paramstore_client.hf.loading.stored_models import namespace as namespace_of
-from paramstore_client.training.dense_files import opened
-
-TRIES_MAX = 8
-"""Steps that may be dropped in a row while they are looked at, before the model stays where it is."""
-MARK = "_paramstore_dense"
-"""Attribute of a model: the file that its dense weights are of, and the view of its experts then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Followed:
-    """What became of a model. step: the one that its experts are of. has_moved: whether weights were loaded.
-
-    changed_keys, changed_bytes: experts with other bytes, as `refresh` counts them; dense_bytes: of the file that was loaded; all 0
-    where nothing has moved. reason: why it stays where it is though that is not the newest step, whole; None if it is."""
-
-    step: int | None
-    has_moved: bool = False
-    changed_keys: int | None = 0
-    changed_bytes: int | None = 0
-    dense_bytes: int = 0
-    reason: str | None = None
 
 
 def follow(model: nn.Module, *, directory: str | os.PathLike[str] | None = None) -> Followed:
     """Moves `model`, loaded with mode="infer", to the newest committed step: its experts, and the dense weights that the step names
-    (`experts.commit(step, dense=...)` of its trainer). The first call loads dense weights in any case.
+    (`experts.commit(step, dense=...)` of its trainer). Loading a model does so once.
 
     directory: where the files of the dense weights are, if not where the trainer has them. Where the newest step names none, or its
     file is missing, damaged or of another model, the model stays as it is, and `reason` says why. It is to be called by the thread
@@ -63,7 +38,7 @@ def follow(model: nn.Module, *, directory: str | os.PathLike[str] | None = None)
     Raises ConfigError for a model that is not served, StoreUnavailable, VersionMismatch with a daemon before protocol 1.6, and
     CheckpointError where the file goes bad while it is loaded: the model is to be followed again before it computes.
     """
-    return _Mover(model, directory).move()
+    return _mover(model, directory).move()
 
 
 def following(model: nn.Module, *, directory: str | os.PathLike[str] | None = None) -> Following:
@@ -78,72 +53,14 @@ def following(model: nn.Module, *, directory: str | os.PathLike[str] | None = No
     recurrent state), where the newest step has no whole dense file, and after `wait_timeout_s` of steps that do not live as long
     as a forward. One thread computes with the model inside the block, whichever it is. Errors are those of `follow`.
     """
-    return Following(_Mover(model, directory))
+    return Following(_mover(model, directory))
 
 
-class _Mover:
-    """Moves one model. Its state is the model's, under MARK."""
-
-    def __init__(self, model: nn.Module, directory: str | os.PathLike[str] | None) -> None:
-        self.model = model
-        self.namespace = namespace_of(model)
-        if self.namespace.mode != "read":
-            raise ConfigError("follow: this model trains, and is at its newest state; follow one that was loaded with mode='infer'")
-        self._directory = None if directory is None else Path(path("directory", directory))
-
-    def move(self) -> Followed:
-        """Does what `follow` does."""
-        namespace, loaded = self.namespace, self.model.__dict__.get(MARK)
-        if loaded is not None and loaded[1] == namespace.view_change_count and self._is_newest():
-            return Followed(namespace.view_step)
-        dropped: StepDropped | None = None
-        for _ in range(TRIES_MAX):
-            try:
-                return self._move()
-            except StepDropped as error:
-                dropped = error
-        return self._stay(f"{TRIES_MAX} steps in a row were dropped while they were looked at: {dropped}")
-
-    def _is_newest(self) -> bool:
-        try:
-            self.namespace.wait_for_step(timeout_s=0)
-        except WaitTimeout:
-            return True
-        return False
-
-    def _move(self) -> Followed:
-        """Moves to the newest step, or says why not. Raises StepDropped, and nothing has changed, where that is gone meanwhile."""
-        namespace, model = self.namespace, self.model
-        with namespace.reader() as ahead:
-            step = ahead.view_step
-            assert step is not None, "a reader stands on a step"
-            is_moving = False
-            try:
-                dense = DensePart.from_extra(ahead.extra(step))
-                if dense is None:
-                    return self._stay(f"step {step} names no dense weights: its trainer is to give commit(step, dense=directory)")
-                with opened(dense, self._directory) as file:
-                    file.check_fits(model)
-                    loaded = model.__dict__.pop(MARK, None)
-                    try:
-                        moved = namespace.refresh(step)
-                    except StepDropped:
-                        if loaded is not None:
-                            model.__dict__[MARK] = loaded
-                        raise
-                    is_moving = True
-                    file.load(model)
-            except (CheckpointError, SchemaMismatch) as error:
-                if is_moving:
-                    raise
-                if step not in namespace.steps():
-                    raise StepDropped(f"step {step} was dropped, and its dense weights with it") from error
-                return self._stay(f"step {step}: {error}")
-            model.__dict__[MARK] = dense.file, namespace.view_change_count
-            return Followed(step, True, moved.changed_keys, moved.changed_bytes, file.size_bytes)
-
-    def _stay(self, reason: str) -> Followed:
-        return Followed(self.namespace.view_step, reason=reason)
+def _mover(model: nn.Module, directory: str | os.PathLike[str] | None) -> Mover:
+    namespace = namespace_of(model)
+    if namespace.mode != "read":
+        raise ConfigError("follow: this model trains, and is at its newest state; follow one that was loaded with mode='infer'")
+    return Mover(model, namespace, None if directory is None else Path(path("directory", directory)))
 
 
 class Following:
@@ -152,7 +69,7 @@ class Following:
     last: what the last look at a newer step has come to. move_count: moves so far. repeat_count: forwards that were computed again.
     """
 
-    def __init__(self, mover: _Mover) -> None:
+    def __init__(self, mover: Mover) -> None:
         self.last: Followed | None = None
         self.move_count = 0
         self.repeat_count = 0

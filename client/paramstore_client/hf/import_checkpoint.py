@@ -79,7 +79,7 @@ def import_checkpoint(
     with Files() as sampled:
         fingerprint = source.fingerprint(sampled)
     with Files() as files, reported("import", progress) as report:
-        extra = Origin(fingerprint, str(path)).to_extra()
+        extra = Origin(fingerprint, _named(path), step).to_extra()
         with namespace.begin_initialize(resume=resume, values_in_flight=VALUES_IN_FLIGHT) as initialization:
             _check_same(initialization.extra, fingerprint, path=path, name=namespace.name)
             missing = set(initialization.missing)
@@ -176,8 +176,9 @@ def check_experts(path: str | os.PathLike[str], layout: ExpertLayout, model: nn.
     ExpertSource(model, layout, open_checkpoint(path))
 
 
-def check_imported(path: str | os.PathLike[str], namespace: Namespace, model: nn.Module) -> None:
-    """Raises CheckpointError if the step a reader stands on is, or was trained from, another checkpoint than that at `path`.
+def check_imported(path: str | os.PathLike[str], namespace: Namespace, model: nn.Module) -> bool:
+    """Returns whether the step a reader stands on is known to be, or to be trained from, the checkpoint at `path`. Raises
+    CheckpointError if it is of another one.
 
     A step that was committed with `extra` bytes of the caller's own, and a directory that has no experts (the dense part of a
     trained model), tell nothing.
@@ -186,17 +187,23 @@ def check_imported(path: str | os.PathLike[str], namespace: Namespace, model: nn
     assert step is not None, "a reader stands on a step"
     origin = Origin.from_extra(namespace.extra(step))
     if origin is None:
-        return
+        return False
     try:
         with Files() as files:
             found = ExpertSource(model, find_layout(model), open_checkpoint(path)).fingerprint(files)
     except CheckpointError:
-        return
+        return False
     if found != origin.fingerprint:
+        if _is_same(origin.source, path):
+            raise CheckpointError(
+                f"namespace {namespace.name!r} holds, at step {step}, experts that were imported from {path} before the checkpoint "
+                "there was replaced: it has others now. Give another name= to import those, or put the old checkpoint back"
+            )
         raise CheckpointError(
             f"namespace {namespace.name!r} holds, at step {step}, the experts of another checkpoint than {path}: they were "
             f"imported from {origin.source}; give that path, or another name="
         )
+    return True
 
 
 def _check_same(extra: bytes | None, fingerprint: str, *, path: str | os.PathLike[str], name: str) -> None:
@@ -206,8 +213,23 @@ def _check_same(extra: bytes | None, fingerprint: str, *, path: str | os.PathLik
     origin = Origin.from_extra(extra)
     if origin is None:
         raise CheckpointError(f"namespace {name!r} has values of an initialization that was no import: resume=False starts over")
+    if origin.fingerprint != fingerprint and _is_same(origin.source, path):
+        raise CheckpointError(
+            f"the import of {name!r} from {path} was begun before the checkpoint there was replaced: it has other experts now. "
+            "Give resume=False to start over with these, or put the old checkpoint back to go on"
+        )
     if origin.fingerprint != fingerprint:
         raise CheckpointError(
             f"the import of {name!r} was begun with another checkpoint than {path} (with {origin.source}, fingerprint "
             f"{origin.fingerprint}; this one's is {fingerprint}): give that one to go on, or resume=False to start over"
         )
+
+
+def _is_same(source: str, path: str | os.PathLike[str]) -> bool:
+    """Whether an import's note names `path`."""
+    return source in (str(path), _named(path))
+
+
+def _named(path: str | os.PathLike[str]) -> str:
+    """A checkpoint's directory wherever one looks from, or its id."""
+    return os.path.abspath(path) if os.path.isdir(path) else str(path)

@@ -24,7 +24,7 @@ MEMORY = 0.9
 @dataclass(slots=True)
 class SpeculationCounts:
     """Keys since the model was loaded. asked: that got a slot to be loaded to; in_time, late: of those visited then; wasted: the
-    others."""
+    others: asked = in_time + late + wasted."""
 
     asked: int = 0
     in_time: int = 0
@@ -45,12 +45,14 @@ class Speculation:
 
     def judge(self, layer: int, in_time: int, late: int, *, placed: int) -> None:
         """Takes in what became of the guesses for `layer`, whose visit has begun: so many had come by then, so many were on their
-        way. placed: loads ahead that got a slot, so far."""
+        way, those among them of a forward that ended before this layer. placed: loads ahead that got a slot, so far."""
         noted, self._noted = self._noted, None
         if noted is None or noted[0] != layer or placed <= noted[2]:  # less where the count began anew, after an interrupt
             return
         size, asked = noted[1], placed - noted[2]
-        useful = min(in_time + late, asked)
+        in_time = min(in_time, asked)
+        late = min(late, asked - in_time)
+        useful = in_time + late
         self.counts.asked += asked
         self.counts.in_time += in_time
         self.counts.late += late

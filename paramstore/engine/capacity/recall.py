@@ -21,17 +21,19 @@ RECALL_WAIT_S = 5.0
 class Recall:
     """One opening's claim on what is lent, for the length of a `with` block, in which nothing more is lent.
 
-    is_writer, world_size, least: of the handle that opens, as `ViewPlanner.promise` has them. wait_s: for all waits together.
+    is_writer, world_size, least, most: of the handle that opens, as `ViewPlanner.promise` has them. wait_s: for all waits together.
     """
 
     def __init__(
-        self, transfers: Transfers, namespace: NamespaceState, *, is_writer: bool, world_size: int, least: int, wait_s: float
-    ) -> None:
+        self, transfers: Transfers, namespace: NamespaceState, *, is_writer: bool, world_size: int, least: int,
+        most: int | None = None, wait_s: float,
+    ) -> None:  # fmt: skip
         self._transfers = transfers
         self._namespace = namespace
         self._is_writer = is_writer
         self._world_size = world_size
         self._least = least
+        self._most = most
         self._wait_s = wait_s
         self._deadline_s: float | None = None
         """The end of the wait, which begins when slots are asked back first."""
@@ -55,7 +57,7 @@ class Recall:
         loop = asyncio.get_running_loop()
         with self._transfers.deciding() as planner:
             owed, asked = planner.views.recall(
-                self._namespace, is_writer=self._is_writer, world_size=self._world_size, least=self._least
+                self._namespace, is_writer=self._is_writer, world_size=self._world_size, least=self._least, most=self._most
             )
             is_waiting = owed > 0 and (self._least > 0 or planner.loans.is_awaited(self._namespace))
             if is_waiting and self._deadline_s is not None and loop.time() >= self._deadline_s:

@@ -39,10 +39,11 @@ def share_of(slots: int, *, is_writer: bool, is_trainable: bool = True, reader_s
 
 
 def promise(
-    namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0, reader_slots: int | None = None
-) -> int:
+    namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0, most: int | None = None,
+    reader_slots: int | None = None,
+) -> int:  # fmt: skip
     """How many slots a handle that opens now is promised, or each of the ranks that open together. A writer of a training namespace
-    gets all that is left of its share; any other handle half of what is left, or `least` where that is more.
+    gets all that is left of its share; any other handle half of what is left. It is no more than `most`, but no less than `least`.
 
     Raises CapacityError naming the holders, where `least` is more than is left.
     """
@@ -64,7 +65,8 @@ def promise(
             f"{'writer' if is_writer else 'reader'}: {holders(namespace)}; close one, ask for less, or raise host_budget"
         )
     offered = left if is_writer and is_trainable else max(left // 2, min(left, 1))
-    return max(offered // world_size, least)
+    offered //= world_size
+    return max(offered if most is None else min(offered, max(most, 0)), least)
 
 
 def _held_by(views: Iterable[View]) -> int:

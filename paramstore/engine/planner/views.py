@@ -32,13 +32,15 @@ class ViewPlanner:
         self._retention = retention
         self._reader_slots = reader_slots
 
-    def promise(self, namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0) -> int:
+    def promise(
+        self, namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0, most: int | None = None
+    ) -> int:
         """Returns how many slots a view that opens now may lease, `least` or more: see `promises.promise`, less what was asked back
         and is still lent.
 
         Raises CapacityError naming the holders, where that is less than `least`.
         """
-        slots = self._promise(namespace, is_writer=is_writer, world_size=world_size, least=least)
+        slots = self._promise(namespace, is_writer=is_writer, world_size=world_size, least=least, most=most)
         owed = self._loans.owed(namespace, slots * world_size, is_writer=is_writer)
         had = max(0, slots * world_size - owed) // world_size
         if had < least:
@@ -48,19 +50,24 @@ class ViewPlanner:
             )
         return had
 
-    def recall(self, namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0) -> tuple[int, list[View]]:
+    def recall(
+        self, namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0, most: int | None = None
+    ) -> tuple[int, list[View]]:
         """Asks back what has to come back for a view that is to open. Returns how many slots are still lent too many for its whole
         promise, and the views whose clients are to be told. Raises CapacityError where `least` are not left beside promises."""
-        slots = self._promise(namespace, is_writer=is_writer, world_size=world_size, least=least)
+        slots = self._promise(namespace, is_writer=is_writer, world_size=world_size, least=least, most=most)
         owed = self._loans.owed(namespace, slots * world_size, is_writer=is_writer)
         return owed, self._loans.recall(namespace, owed)
 
-    def _promise(self, namespace: NamespaceState, *, is_writer: bool, world_size: int, least: int) -> int:
-        return promise(namespace, is_writer=is_writer, world_size=world_size, least=least, reader_slots=self._reader_slots)
+    def _promise(self, namespace: NamespaceState, *, is_writer: bool, world_size: int, least: int, most: int | None) -> int:
+        reader_slots = self._reader_slots
+        return promise(
+            namespace, is_writer=is_writer, world_size=world_size, least=least, most=most, reader_slots=reader_slots
+        )
 
     def open(
         self, namespace: NamespaceState, *, is_writer: bool, step: int | None, group: WriterGroup | None = None,
-        min_lease_slots: int = 0,
+        min_lease_slots: int = 0, max_lease_slots: int | None = None,
     ) -> View:  # fmt: skip
         """Opens a reader's view, or a writer's, which fences earlier writers. group: given where several ranks open together; then
         the view is rank 0's.
@@ -68,7 +75,9 @@ class ViewPlanner:
         Raises CapacityError where `min_lease_slots` are not left to promise; nothing has changed then.
         """
         group = WriterGroup() if group is None else group
-        slots = self.promise(namespace, is_writer=is_writer, world_size=group.world_size, least=min_lease_slots)
+        slots = self.promise(
+            namespace, is_writer=is_writer, world_size=group.world_size, least=min_lease_slots, most=max_lease_slots
+        )
         if not is_writer:
             view = View(namespace, is_writer=False, step=step, lease_slots=slots)
             namespace.views.append(view)

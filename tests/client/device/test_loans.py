@@ -296,10 +296,25 @@ def test_who_is_closed_in_the_middle_of_a_visit_borrows_no_more() -> None:
     with slots.acquire(keys(*range(6), layer=1)) as lease:
         slots.close()
         check(slots, lease, keys(*range(6), layer=1))
+        assert not namespace.loans.has_left, "it has what was lent to the handle"
     assert (namespace.loans.count, slots.loans.count) == (0, 0)
+    assert namespace.loans.has_left
     for expert in range(6):
         visit(slots, keys(expert))
-    assert namespace.leased_key_count <= 4
+    assert namespace.leased_key_count == 0
+
+
+@pytest.mark.parametrize("how", ["nothing lent", "nothing asked", "lent"])
+def test_who_is_closed_leaves_the_loan_to_who_comes_next(how: str) -> None:
+    namespace, slots = make() if how == "nothing asked" else filled(to_lend=5 if how == "lent" else 0)
+    assert namespace.loans.asked or how == "nothing asked"
+    slots.close()
+    assert namespace.loans.has_left
+    assert namespace.leased_key_count == 0
+    asked = len(namespace.loans.asked)
+    for expert in range(6):
+        visit(slots, keys(expert))
+    assert (namespace.leased_key_count, len(namespace.loans.asked)) == (0, asked), "it goes on without what stands"
 
 
 def test_what_is_asked_for_and_not_answered_is_given_up_by_giving_back() -> None:

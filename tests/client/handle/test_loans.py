@@ -61,6 +61,15 @@ def test_only_the_first_who_keeps_leases_borrows_while_it_lives(reader: ps.Names
     assert ticket_of(lenders[1], second, 3).wait()[0] == 0
 
 
+def test_who_has_left_lets_the_next_one_borrow_though_it_lives(reader: ps.Namespace) -> None:
+    first, second = Keeper(), Keeper()
+    lenders: list[Any] = [reader.let_stand(keeper) for keeper in (first, second)]
+    for _ in range(2):
+        lenders[0].leave()
+    assert lenders[0].begin_borrow(first, 3) is None
+    assert ticket_of(lenders[1], second, 3).wait()[0] == 0
+
+
 @pytest.mark.parametrize("why", ["writer", "older daemon"])
 def test_who_can_be_lent_nothing_asks_nobody(daemon: FakeDaemon, reader: ps.Namespace, namespace: ps.Namespace, why: str) -> None:
     keeper, handle = Keeper(), reader

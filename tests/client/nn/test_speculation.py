@@ -40,6 +40,15 @@ def test_guesses_that_nobody_visits_end_by_themselves_and_are_tried_again() -> N
     assert speculation.admit(1) > 0
 
 
+def test_no_more_came_of_guesses_than_were_asked_for() -> None:
+    """A forward that ends between its guesses and their layer leaves loads that the next one finds beside its own."""
+    speculation = Speculation()
+    visited(speculation, tokens=1, asked=2, in_time=3, late=2)
+    visited(speculation, tokens=1, asked=4, in_time=3, late=2)
+    counts = speculation.counts
+    assert (counts.asked, counts.in_time, counts.late, counts.wasted) == (6, 5, 1, 0)
+
+
 def test_every_key_is_counted_once() -> None:
     speculation = Speculation()
     visited(speculation, tokens=3, asked=7, in_time=3, late=2)

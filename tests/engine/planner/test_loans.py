@@ -27,8 +27,8 @@ def open_view(small: SmallPlanner, mode: str = "read", *, least: int = 0, slots:
     return small.planner.views.open(small.namespace, is_writer=is_writer, step=None if is_writer else 0, min_lease_slots=least)
 
 
-def recall(small: SmallPlanner, *, least: int, is_writer: bool = False) -> tuple[int, list[View]]:
-    return small.planner.views.recall(small.namespace, is_writer=is_writer, least=least)
+def recall(small: SmallPlanner, *, least: int, most: int | None = None, is_writer: bool = False) -> tuple[int, list[View]]:
+    return small.planner.views.recall(small.namespace, is_writer=is_writer, least=least, most=most)
 
 
 # --- lending

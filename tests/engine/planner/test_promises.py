@@ -22,11 +22,13 @@ def opaque_desk() -> SmallPlanner:
     return SmallPlanner(experts=16, param_slots=16, schema=OPAQUE)
 
 
-def open_view(small: SmallPlanner, mode: str, *, least: int = 0, world_size: int = 1) -> View:
+def open_view(small: SmallPlanner, mode: str, *, least: int = 0, most: int | None = None, world_size: int = 1) -> View:
     is_writer = mode == "write"
     group = WriterGroup("job", world_size) if world_size > 1 else None
     step = None if is_writer else 0
-    return small.planner.views.open(small.namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=least)
+    return small.planner.views.open(
+        small.namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=least, max_lease_slots=most
+    )
 
 
 # --- shares
@@ -106,6 +108,18 @@ def test_a_reader_whose_session_is_gone_keeps_what_it_holds_and_no_more() -> Non
 @pytest.mark.parametrize(("least", "promised"), [(0, 4), (3, 4), (5, 5), (8, 8)])
 def test_a_reader_gets_what_it_needs_at_least_up_to_all_that_is_left(least: int, promised: int) -> None:
     assert open_view(desk(), "read", least=least).lease_slots == promised
+
+
+@pytest.mark.parametrize(("least", "most", "promised"), [(0, 3, 3), (0, 0, 0), (0, -7, 0), (0, 5, 4), (6, 6, 6), (3, 1, 3)])
+def test_a_reader_gets_no_more_than_it_wants_unless_it_asks_for_more_at_least(least: int, most: int, promised: int) -> None:
+    assert open_view(desk(), "read", least=least, most=most).lease_slots == promised
+
+
+def test_readers_who_name_what_they_want_leave_the_rest_to_each_other() -> None:
+    small = SmallPlanner(experts=64, param_slots=68, extents=96, schema=OPAQUE)
+    assert [open_view(small, "read", least=16, most=16).lease_slots for _ in range(4)] == [16] * 4
+    with pytest.raises(CapacityError, match="min_lease_slots=1, but 0 of its 68 slots are left"):
+        open_view(small, "read", least=1)
 
 
 def test_more_than_is_left_is_refused_with_who_has_it_and_nothing_changes() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paramstore.config import parse_size
-from paramstore.core.arguments import choice, whole_number
+from paramstore.core.arguments import choice, integer, wrong
 from paramstore.core.schema import Schema
-from paramstore.errors import ConfigError
+from paramstore.errors import CapacityError, ConfigError
 
 POLICIES = {"auto": "schedule", "ring": "ring", "buffer": "lifo_inactive"}
 """residency -> the policy of the slots, one of `paramstore.policy.make.SLOT_POLICIES`. auto is the best of them on decoding traces
@@ -18,11 +20,13 @@ give each layer slots of its own; here all layers share them."""
 
 @dataclass(frozen=True, slots=True)
 class ExpertMemory:
-    """The memory that a caller asked for, checked. slots, size_bytes: at most one of them, else what the namespace is promised."""
+    """The memory that a caller asked for, checked. slots, size_bytes: at most one of them, else what the namespace is promised.
+    given: what the caller wrote."""
 
     slots: int | None
     size_bytes: int | None
     policy: str
+    given: str | int | None = None
 
     @classmethod
     def of(cls, expert_memory: str | int | None, residency: str, *, mode: str) -> ExpertMemory:
@@ -33,9 +37,19 @@ class ExpertMemory:
                 f"expert_memory={expert_memory!r}, residency={residency!r}: for mode='infer' alone; a trainer has the slots that "
                 "it is promised (min_lease_slots, host_budget)"
             )
+        if expert_memory is None:
+            return cls(None, None, policy)
         if isinstance(expert_memory, str):
-            return cls(None, parse_size(expert_memory), policy)
-        return cls(None if expert_memory is None else whole_number("expert_memory", expert_memory, least=1), None, policy)
+            try:
+                return cls(None, parse_size(expert_memory), policy, expert_memory)
+            except ConfigError as error:
+                number = expert_memory.strip()
+                way_out = f", or {number} for as many experts" if number.isdecimal() else ", or a number of experts"
+                raise wrong("expert_memory", expert_memory, f"a size with its unit, as in '12GiB'{way_out}") from error
+        slots = integer(expert_memory)
+        if slots is None or slots < 1:
+            raise wrong("expert_memory", expert_memory, "a number of experts from 1, or a size as in '12GiB'")
+        return cls(slots, None, policy, slots)
 
     def slots_for(self, schema: Schema, key_count: int) -> int | None:
         """The number of experts that stand, at most all of them; None for what the namespace is promised. Raises ConfigError where
@@ -43,5 +57,16 @@ class ExpertMemory:
         image_bytes = schema.part("param").image_bytes
         slots = self.slots if self.size_bytes is None else self.size_bytes // image_bytes
         if slots == 0:
-            raise ConfigError(f"expert_memory of {self.size_bytes} bytes holds no expert: one takes {image_bytes}; give more")
+            raise ConfigError(f"expert_memory={self.given!r} holds no expert: one takes {image_bytes} bytes; give more")
         return None if slots is None else min(slots, key_count)
+
+    @contextmanager
+    def named(self, slots: int | None) -> Iterator[None]:
+        """A block that asks for `slots` lease slots, and whose CapacityError names `expert_memory`, as the caller did, for them."""
+        try:
+            yield
+        except CapacityError as error:
+            asked = f"min_lease_slots={slots}"
+            if self.given is None or asked not in str(error):
+                raise
+            raise CapacityError(str(error).replace(asked, f"expert_memory={self.given!r} takes {slots} slots")) from error

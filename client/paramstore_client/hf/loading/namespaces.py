@@ -25,33 +25,37 @@ Fill = Callable[[Namespace], object]
 Check = Callable[[Namespace], object]
 """Looks at a reader's handle of a committed namespace, and raises where that is not the one that is meant."""
 
+LeaseBounds = tuple[int, int | None]
+"""The least and the most lease slots, as `min_lease_slots` and `max_lease_slots` of `Store.open_namespace`."""
+
 FIRST_STEP = 0
 
 
 def open_experts(
-    store: Store, name: str, layout: ExpertLayout, schema: Schema, *, mode: str, min_lease_slots: int = 0, fill: Fill,
+    store: Store, name: str, layout: ExpertLayout, schema: Schema, *, mode: str, bounds: LeaseBounds = (0, None), fill: Fill,
     check: Check | None = None,
 ) -> Namespace:  # fmt: skip
     """Opens the namespace `name` as its writer (mode "train") or a reader of its newest step ("infer").
 
     One that has no commit yet is filled and committed as step 0 first; its schema is `schema`. Raises SchemaMismatch where one
     that is to be trained has another schema, layers or experts, and what opening and filling raise; then no handle is left open.
-    min_lease_slots: as for `Store.open_namespace`.
+    bounds: of the lease slots; a writer's the least alone.
     """
+    least, most = bounds
     ranks = _ranks()
     committed = {known["name"]: known for known in store.namespaces() if known["committed_step"] is not None}
     if name not in committed:
         made, check = _make(store, name, layout, schema, fill=fill, ranks=ranks), None
-        if mode == "train" and made.lease_slots >= min_lease_slots:
+        if mode == "train" and made.lease_slots >= least:
             return made
         made.close()
     if mode == "infer":
-        return _checked(store.open_namespace(name, min_lease_slots=min_lease_slots), check)
+        return _checked(store.open_namespace(name, min_lease_slots=least, max_lease_slots=most), check)
     if name in committed:
         _check_same(committed[name], layout, schema)
     if check is not None:
-        _checked(store.open_namespace(name), check).close()
-    return store.open_namespace(name, mode="write", min_lease_slots=min_lease_slots, **ranks)
+        _checked(store.open_namespace(name, max_lease_slots=0), check).close()
+    return store.open_namespace(name, mode="write", min_lease_slots=least, **ranks)
 
 
 def is_committed(store: Store, name: str) -> bool:

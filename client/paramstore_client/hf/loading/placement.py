@@ -20,6 +20,7 @@ from paramstore.errors import CapacityError, ConfigError, UnsupportedModel
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
+from paramstore_client.hf.loading.namespaces import LeaseBounds
 from paramstore_client.hf.model.layout import ExpertLayout
 from paramstore_client.source import HostSource
 
@@ -61,10 +62,12 @@ class Placement:
             slots = slots_that_fit(free_bytes(device), cache=cache, image_bytes=image_bytes, key_count=key_count)
         return cls(device, slots)
 
-    @property
-    def lease_slots(self) -> int:
-        """The leases to ask for: as many as stand in host memory. A device needs none to hold, copies end theirs."""
-        return 0 if self.device is not None else self.slots or 0
+    def lease_bounds(self, least: int) -> LeaseBounds:
+        """The leases to ask for where the caller asks for `least`: where it was said how many stand in host memory, these and no
+        more. A device needs none to hold, copies end theirs."""
+        if self.device is not None or self.slots is None:
+            return least, None
+        return (slots := max(least, self.slots)), slots
 
 
 def check_shape(shape: CacheShape | None, *, mode: str) -> None:

@@ -32,6 +32,7 @@ from paramstore_client.hf.compat.refusals import check_arguments, check_config
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
 from paramstore_client.hf.loading.namespaces import is_committed, open_experts
+from paramstore_client.hf.loading.newest_step import take_dense
 from paramstore_client.hf.loading.placement import CacheShape, Placement, check_device_map, check_shape, make_tier
 from paramstore_client.hf.model import experts_function
 from paramstore_client.hf.model.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
@@ -79,15 +80,16 @@ class _Source:
             self.directory(), namespace, self.model, progress=self.progress, rank=namespace.rank, world_size=namespace.world_size
         )
 
-    def check(self, namespace: Namespace) -> None:
-        """Raises CheckpointError where a committed namespace still holds what was imported from another checkpoint."""
+    def check(self, namespace: Namespace) -> bool:
+        """Returns whether a committed namespace is known to hold what was imported from this checkpoint, or was trained from it.
+        Raises CheckpointError where it was another one."""
         from paramstore_client.hf.import_checkpoint import check_imported
 
         try:
             directory = self.directory()
         except CheckpointError:
-            return  # in a format whose experts could not have been imported either
-        check_imported(directory, namespace, self.model)
+            return False  # in a format whose experts could not have been imported either
+        return check_imported(directory, namespace, self.model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +123,9 @@ class _Wanted:
 
     def give_experts(
         self, model: Any, name: str, requested: str, *, fill: Callable[[Namespace], object],
-        look: Callable[[ExpertLayout], None] | None = None, check: Callable[[Namespace], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Joins a stripped model with its experts in the namespace `name`, which is made where there is none.
+        look: Callable[[ExpertLayout], None] | None = None, check: Callable[[Namespace], object] | None = None,
+    ) -> Namespace:  # fmt: skip
+        """Joins a stripped model with its experts in the namespace `name`, which is made where there is none; gives it.
 
         requested: the experts kernel that the model would run by itself. look: called first where the namespace is still to be
         filled; fill, check: as for `open_experts`. Raises as `from_pretrained`; nothing is left open then.
@@ -135,11 +137,11 @@ class _Wanted:
         placement = ON_HOST if trains else Placement.of(model, layout, schema, memory, cache_shape=self.cache_shape)
         if look is not None and not is_committed(self.store, name):
             look(layout)
-        opened = open_experts(
-            self.store, name, layout, schema, mode=self.mode, min_lease_slots=max(int(self.min_lease_slots), placement.lease_slots),
-            fill=fill, check=check,
-        )  # fmt: skip
+        bounds = placement.lease_bounds(int(self.min_lease_slots))
+        with memory.named(placement.slots):
+            opened = open_experts(self.store, name, layout, schema, mode=self.mode, bounds=bounds, fill=fill, check=check)
         join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=self.speculation)
+        return opened
 
 
 def from_pretrained(
@@ -168,14 +170,16 @@ def from_pretrained(
     reader. A namespace that is not committed yet is made from the checkpoint first: for training with master weights and the
     states of `optimizer` ("adamw", "sgd", "adagrad"; `updates` as in the schema functions), for inference with the checkpoint's
     own bytes.
+    In mode "infer" the dense weights are those of the experts' step where that names a whole file of them
+    (`experts.commit(step, dense=...)`), else those of `path`; where these are known to be of another step, it warns.
     name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
     model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as for `open_namespace`.
-    expert_memory: in mode "infer", how many experts stay leased across forwards, or their size, as in "12GiB"; so many slots are
-    asked for. Default: what the namespace is promised. Where `device_map` puts the dense part on a device, it is slots of that
-    device's memory, by default all that is free beside a KV cache of cache_shape (sequences at once, tokens of each; default: one
-    of the most tokens that the model takes). residency: which give way first, "auto", "ring" or "buffer" (docs/transformers.md).
+    expert_memory: in mode "infer", how many experts stay leased across forwards, or their size, as in "12GiB": so many slots are
+    asked for, and no more. Default: what the namespace is promised, and lent. Where `device_map` puts the dense part on a device,
+    it is slots of that device's memory, by default all that is free beside a KV cache of cache_shape (sequences at once, tokens of
+    each; default: one of the most tokens that the model takes). residency: which give way first, "auto", "ring" or "buffer".
     speculation: whether experts are loaded ahead by the next layer's router, run early, where not all of them can stand.
-    schema_options: further arguments of the schema function. progress: as for `import_checkpoint`.
+    schema_options: further arguments of the schema function. progress: as for `import_checkpoint`. See docs/transformers.md.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
     other experts, CheckpointError where it still holds those imported from another checkpoint, where a file is missing, and where
@@ -192,7 +196,10 @@ def from_pretrained(
     loaded, requested, options = _load_dense(model_class, path, options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
     source = _Source(path, options, model, progress)
-    wanted.give_experts(model, name or _name_of(path), requested, look=source.look, fill=source.fill, check=source.check)
+    name = name or _name_of(path)
+    opened = wanted.give_experts(model, name, requested, look=source.look, fill=source.fill, check=source.check)
+    if mode == "infer":
+        _take_dense(model, opened, source)
     return loaded
 
 
@@ -315,6 +322,15 @@ def join(
         anchor = None if sentinel is None else sentinel.anchor
         stored = ModelExperts(source, anchor=anchor, is_poisoned=namespace.is_debug, speculates=speculates)
         bind(model, stored, kernel=kernel)
+    except BaseException:
+        namespace.close()
+        raise
+
+
+def _take_dense(model: nn.Module, namespace: Namespace, source: _Source) -> None:
+    """Gives a served model the dense weights of its experts' step, where that names them; closes the namespace where that fails."""
+    try:
+        take_dense(model, namespace, source.path, is_imported_from=lambda: source.check(namespace))
     except BaseException:
         namespace.close()
         raise

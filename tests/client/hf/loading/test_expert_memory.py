@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paramstore.core.schema import Schema
-from paramstore.errors import ConfigError
+from paramstore.errors import CapacityError, ConfigError
 from paramstore.policy.make import SLOT_POLICIES
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 
@@ -37,9 +37,11 @@ def test_training_with_the_defaults_is_no_mistake() -> None:
 @pytest.mark.parametrize(
     ("expert_memory", "residency", "mode", "message"),
     [
-        (0, "auto", "infer", "expert_memory"), (-1, "auto", "infer", "expert_memory"), (1.5, "auto", "infer", "expert_memory"),
-        ("many", "auto", "infer", "many"), ("12", "auto", "infer", "no unit"), (None, "lru", "infer", "residency"),
-        ("1GiB", "auto", "train", "mode='infer'"), (None, "ring", "train", "mode='infer'"),
+        (0, "auto", "infer", "expert_memory=0: give a number of experts from 1, or a size"),
+        (-1, "auto", "infer", "expert_memory"), (1.5, "auto", "infer", "expert_memory"), (True, "auto", "infer", "expert_memory"),
+        ("many", "auto", "infer", "expert_memory='many': give a size with its unit, as in '12GiB', or a number of experts"),
+        ("16", "auto", "infer", "expert_memory='16': give a size .*, as in '12GiB', or 16 for as many experts"),
+        (None, "lru", "infer", "residency"), ("1GiB", "auto", "train", "mode='infer'"), (None, "ring", "train", "mode='infer'"),
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused_before_anything_is_loaded(expert_memory: Any, residency: Any, mode: str, message: str) -> None:
@@ -48,5 +50,14 @@ def test_wrong_values_are_refused_before_anything_is_loaded(expert_memory: Any, 
 
 
 def test_room_for_no_expert_is_refused_with_the_size_of_one() -> None:
-    with pytest.raises(ConfigError, match=f"one takes {IMAGE_BYTES}"):
+    with pytest.raises(ConfigError, match=f"expert_memory='1MiB' holds no expert: one takes {IMAGE_BYTES} bytes"):
         slots_of("1MiB")
+
+
+def test_where_so_many_slots_are_not_left_the_error_names_what_the_caller_gave() -> None:
+    memory = ExpertMemory.of("64MiB", "auto", mode="infer")
+    with pytest.raises(CapacityError, match=r"^'moe': expert_memory='64MiB' takes 15 slots, but 2 are left$"), memory.named(15):
+        raise CapacityError("'moe': min_lease_slots=15, but 2 are left")
+    for other, slots in ((memory, 14), (ExpertMemory.of(None, "auto", mode="infer"), 15)):
+        with pytest.raises(CapacityError, match="min_lease_slots=15"), other.named(slots):
+            raise CapacityError("'moe': min_lease_slots=15, but 2 are left")

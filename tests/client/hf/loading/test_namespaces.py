@@ -79,11 +79,12 @@ def test_lease_slots_are_promised_as_asked_or_refused(address: str, mode: str, i
         if is_committed:
             open_experts(store, name, LAYOUT, schema, mode="train", fill=fill).close()
         with pytest.raises(ps.CapacityError, match="min_lease_slots=1000, but"):
-            open_experts(store, name, LAYOUT, schema, mode=mode, min_lease_slots=1000, fill=fill)
+            open_experts(store, name, LAYOUT, schema, mode=mode, bounds=(1000, None), fill=fill)
         usual = open_experts(store, name, LAYOUT, schema, mode=mode, fill=refuse)
         usual.close()
         more = usual.lease_slots + (1 if mode == "infer" else 0)
-        assert open_experts(store, name, LAYOUT, schema, mode=mode, min_lease_slots=more, fill=refuse).lease_slots == more
+        bounds = more, None
+        assert open_experts(store, name, LAYOUT, schema, mode=mode, bounds=bounds, fill=refuse).lease_slots == more
 
 
 @pytest.mark.parametrize("wrong", ["updates", "layers"])

@@ -89,15 +89,17 @@ def test_models_are_placed_where_their_dense_part_is(monkeypatch: pytest.MonkeyP
     with pytest.raises(UnsupportedModel, match="cpu, meta"):
         device_of_experts(model, layout)
     model.to_empty(device="cpu")
-    assert Placement.of(model, layout, schema, memory, cache_shape=None) == Placement(None, None)
-    assert Placement.of(model, layout, schema, ExpertMemory(5, None, "lru"), cache_shape=None).lease_slots == 5
+    unsaid = Placement.of(model, layout, schema, memory, cache_shape=None)
+    assert (unsaid, unsaid.lease_bounds(3)) == (Placement(None, None), (3, None))
+    said = Placement.of(model, layout, schema, ExpertMemory(5, None, "lru"), cache_shape=None)
+    assert (said.lease_bounds(0), said.lease_bounds(7)) == ((5, 5), (7, 7))
     device = torch.device("cuda", 0)
     monkeypatch.setattr(placement, "device_of_experts", lambda model, layout: device)
     image_bytes = schema.part("param").image_bytes
     free = RESERVE_BYTES + cache_bytes(model.config, (2, 9), itemsize=4) + 3 * image_bytes
     monkeypatch.setattr(placement, "free_bytes", lambda of: free)
     placed = Placement.of(model, layout, schema, memory, cache_shape=(2, 9))
-    assert (placed, placed.lease_slots) == (Placement(device, 3), 0)
+    assert (placed, placed.lease_bounds(0)) == (Placement(device, 3), (0, None)), "copies end their leases"
     assert Placement.of(model, layout, schema, ExpertMemory(5, None, "lru"), cache_shape=None) == Placement(device, 5)
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,17 @@ def test_other_checkpoint_of_the_same_name_does_not_get_the_experts_of_the_first
     ps.hf.namespace(model).close()
 
 
+def test_a_checkpoint_that_was_replaced_is_said_to_be(store: ps.Store, tmp_path: Path) -> None:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        auto().from_config(tiny_config("qwen3_moe")).save_pretrained(tmp_path)
+        if seed:
+            with pytest.raises(CheckpointError, match=r"imported from .* before the checkpoint there was replaced.*another name="):
+                ps.hf.from_pretrained(auto(), tmp_path, store=store, name="replaced", mode="infer")
+        else:
+            ps.hf.namespace(ps.hf.from_pretrained(auto(), tmp_path, store=store, name="replaced", mode="infer")).close()
+
+
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_nor_once_the_first_was_trained(store: ps.Store, tmp_path: Path, mode: str) -> None:
     for seed, folder in enumerate(("a", "b")):
@@ -265,7 +277,9 @@ def test_nor_once_the_first_was_trained(store: ps.Store, tmp_path: Path, mode: s
         ps.hf.experts(model).commit(step, b"my own" if step == 1 else b"").wait()
     with pytest.raises(CheckpointError, match=r"step 2, the experts of another checkpoint .* imported from .*/a;"):
         ps.hf.from_pretrained(auto(), tmp_path / "b", store=store, name=name, mode=mode)
-    ps.hf.from_pretrained(auto(), tmp_path / "a", store=store, name=name, mode=mode)
+    told = pytest.warns(UserWarning, match="step 2 names no dense weights") if mode == "infer" else nullcontext()
+    with told:
+        ps.hf.from_pretrained(auto(), tmp_path / "a", store=store, name=name, mode=mode)
     if mode == "infer":  # else the model was fenced by its like
         ps.hf.experts(model).commit(3, b"my own").wait()
     model.save_pretrained(tmp_path / "dense")
@@ -299,12 +313,29 @@ def test_a_served_model_keeps_the_experts_that_it_was_given_memory_for(residency
     model, stock = new_model(store, f"memory-{residency}", **given), stock_model("grouped_mm")
     slots, namespace = slots_of(model), ps.hf.namespace(model)
     assert (slots.lease_slots, slots.namespace) == (5, namespace)
-    assert namespace.lease_slots >= 5
+    assert namespace.lease_slots == 5, "no more than it was given memory for: the rest is others'"
     with torch.no_grad():
         for seed in range(4):
             prompt = tokens(seed=seed)[:1, :2]
             assert torch.equal(model(prompt).logits, stock(prompt).logits)
     assert slots.counts.evicted > 0
+
+
+def test_as_many_models_fit_as_the_memory_that_they_name(address: str) -> None:
+    with ps.connect(address) as store:
+        expert_count = len(ps.hf.namespace(new_model(store, "shared", mode="infer")).keys())
+    with ps.connect(address) as store:
+        given: dict[str, Any] = {"mode": "infer", "expert_memory": expert_count // 4}
+        models = [new_model(store, "shared", **given) for _ in range(4)]
+        assert [ps.hf.namespace(model).lease_slots for model in models] == [expert_count // 4] * 4
+        with torch.no_grad():
+            logits = [model(tokens()).logits for model in models]
+        assert all(torch.equal(logits[0], other) for other in logits)
+        with pytest.raises(ps.CapacityError, match=r": expert_memory='64MiB' takes \d+ slots, but 0 of its") as told:
+            new_model(store, "shared", mode="infer", expert_memory="64MiB")
+        assert "min_lease_slots" not in str(told.value), "nobody said it"
+        with pytest.raises(ps.CapacityError, match=r"min_lease_slots=1, but 0 of its"):
+            new_model(store, "shared", mode="infer", min_lease_slots=1)
 
 
 def test_what_stands_gives_way_to_who_leases_through_the_handle_and_to_the_next_reader(address: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -169,6 +170,17 @@ def test_a_device_loads_guesses_ahead_and_has_the_logits_of_the_unmodified_model
         assert figures.asked == figures.in_time + figures.late + figures.wasted
         assert 0 < figures.in_time <= tier.stats.useful, "what a later visit uses is useful to the tier"
         assert tier.stats.prefetched == figures.asked
+
+
+def test_each_guess_that_slots_on_the_host_loaded_ahead_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guess that was wrong for one token stands until the next, which it may be right for: it counts for the first alone."""
+    twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=13)
+    experts, rng = rebound(twin, slots := HostSlots(twin.namespace)), random.Random(0)
+    monkeypatch.setattr(EarlyRouter, "ranked", lambda self, votes: rng.sample(range(EXPERTS), 4))
+    assert all(map(torch.equal, decode(twin.stored, 60), decode(twin.stock, 60)))
+    figures = experts.early.figures
+    assert figures.in_time > 0
+    assert figures.in_time + figures.late + figures.wasted == figures.asked == slots.counts.ahead
 
 
 def test_guesses_that_come_late_and_those_that_nobody_uses_are_counted_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
