@@ -1,8 +1,8 @@
 """Measures hit rates: replays recorded routing traces through the planner with each policy at each size of the arenas, beside
 Belady's optimum in the same planner; and those of decoding through a client's slots, with each policy that slots have.
 
-`python bench/bench_hits.py [--out FILE]`. No figure depends on the machine's speed or load. Writes
-bench/results/hits-<date>.json and a picture beside it.
+`python bench/bench_hits.py [--quick] [--out FILE]`. No figure depends on the machine's speed or load. Writes
+bench/results/hits-<date>.json and a picture beside it. `--quick` replays the beginnings of the traces alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from paramstore.bench.report import machine
 from paramstore.config import PolicyConfig
-from paramstore.core.trace import Trace, unpack_trace
+from paramstore.core.trace import Trace, TraceEventKind, unpack_trace
 from paramstore.core.visits import apply_visits, ring_visits, training_visits
 from paramstore.policy.base import Policy
 from paramstore.policy.make import SLOT_POLICIES, make_policy, make_slot_policy
@@ -36,6 +36,8 @@ POLICIES = ("lru", "decayed_lfu", "schedule", "belady")
 BESIDE = ("algorithm2",)
 """Policies that are measured for comparison alone: no user can choose them, and no figure is drawn of them."""
 MICRO_BATCHES = {"train-accumulate": 4}
+QUICK_USES = 6000
+"""Uses of experts in which every policy has shown what it is at every size, in a second each."""
 TARGET = 0.95
 """Least share of Belady's hits that `schedule` must have in training."""
 DECODE_NEAR = 0.02
@@ -52,13 +54,15 @@ BYPASS_TARGET = 0.9
 def main() -> int:
     """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"the first {QUICK_USES} uses of each trace: a check, no figures")
     parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/hits-<date>.json")
     arguments = parser.parse_args()
     date, progress = machine.now(), Console(stderr=True)
     rows: list[dict[str, Any]] = []
     slots: list[dict[str, Any]] = []
     with progress.status("bench hits") as status:
-        for trace in map(load, TRACES):
+        for name in TRACES:
+            trace = beginning(load(name), QUICK_USES) if arguments.quick else load(name)
             for share in SHARES:
                 status.update(f"{trace.header.name}, {share:.0%}")
                 rows.append(row_of(trace, share))
@@ -66,7 +70,8 @@ def main() -> int:
                     slots.append(slots_row_of(trace, share))
     bypass = bypass_row()
     report = {
-        "machine": machine.describe(Path()), "commit": machine.commit(), "command": "python bench/bench_hits.py", "date": date,
+        "machine": machine.describe(Path()), "commit": machine.commit(), "date": date,
+        "command": "python bench/bench_hits.py" + (" --quick" if arguments.quick else ""),
         "decode_model": json.loads((HERE / "traces" / "decode.json").read_text()), "bypass": bypass, "slots": slots,
         "traces": {name: load(name).header.how for name in TRACES}, "rows": rows,
     }  # fmt: skip
@@ -81,6 +86,16 @@ def main() -> int:
 
 def load(name: str) -> Trace:
     return unpack_trace((HERE / "traces" / f"{name}.trace").read_bytes())
+
+
+def beginning(trace: Trace, uses: int) -> Trace:
+    """The first whole steps of a trace in which experts are leased at least `uses` times, or all of it."""
+    counted = 0
+    for index, event in enumerate(trace.events):
+        counted += len(event.experts) if event.kind is TraceEventKind.ACQUIRE else 0
+        if event.kind is TraceEventKind.STEP and counted >= uses:
+            return Trace(trace.header, trace.events[: index + 1])
+    return trace
 
 
 def row_of(trace: Trace, share: float) -> dict[str, Any]:
@@ -101,7 +116,7 @@ def slots_row_of(trace: Trace, share: float) -> dict[str, Any]:
     """Hits of a client's cache of slots on a reader's visits, by policy; what does not fit passes by."""
     visits, slots = visits_of(trace), slots_of(trace, share)
     policies: dict[str, Policy] = {name: make_slot_policy(name, slots, trace.header.layers) for name in SLOT_POLICIES}
-    policies["belady"] = belady_of(visits)
+    policies |= {"algorithm2": algorithm2(slots), "belady": belady_of(visits)}
     counts = {name: asdict(replay_visits(visits, SlotPlan(slots, policy))) for name, policy in policies.items()}
     uses = sum(map(len, visits))
     rates = {name: found["hits"] / uses for name, found in counts.items()}
@@ -145,17 +160,18 @@ def policies_of(name: str, trace: Trace, share: float) -> Policies:
     layers = trace.header.layers
 
     def make(slots: int) -> Policy:
-        if name == "algorithm2":
-            config = PolicyConfig()
-            return Algorithm2(
-                threshold=config.threshold, beta=config.beta, decay_steps=config.decay_steps, capacity=max(1, slots)
-            )
-        return make_policy(PolicyConfig(name=name), slots)
+        return algorithm2(slots) if name == "algorithm2" else make_policy(PolicyConfig(name=name), slots)
 
     if trace.has_applies:
         micro_batches = MICRO_BATCHES.get(trace.header.name, 1)
         return Policies(name, make, make, training_visits(layers, micro_batches=micro_batches), apply_visits(layers))
     return Policies(name, make, make, ring_visits(layers))
+
+
+def algorithm2(slots: int) -> Algorithm2:
+    """The paper's policy with the settings that `decayed_lfu` has by default."""
+    config = PolicyConfig()
+    return Algorithm2(threshold=config.threshold, beta=config.beta, decay_steps=config.decay_steps, capacity=max(1, slots))
 
 
 def render(rows: list[dict[str, Any]], console: Console) -> None:
@@ -173,13 +189,14 @@ def render(rows: list[dict[str, Any]], console: Console) -> None:
 
 def render_slots(rows: list[dict[str, Any]], bypass: dict[str, Any], console: Console) -> None:
     table = Table(title="Hits of a client's slots, as shares of all uses; of a dispatch that does not fit, of the most it may have")
-    for column in ("trace", "slots", *SLOT_POLICIES, "belady", ""):
+    for column in ("trace", "slots", *SLOT_POLICIES, *BESIDE, "belady", ""):
         table.add_column(column, justify="right")
     for row in rows:
-        rates = [row["policies"][name]["hits"] / row["uses"] for name in (*SLOT_POLICIES, "belady")]
+        rates = [row["policies"][name]["hits"] / row["uses"] for name in (*SLOT_POLICIES, *BESIDE, "belady")]
         table.add_row(row["trace"], f"{row['share']:.0%}", *(f"{rate:.3f}" for rate in rates), "" if row["holds"] else "short")
     ratios = [f"{bypass['ratios'][name]:.3f}" for name in SLOT_POLICIES]
-    table.add_row("dispatch", f"{bypass['slots']} of {bypass['keys']}", *ratios, "1", "" if bypass["holds"] else "short")
+    bound = [*("" for _ in BESIDE), "1", "" if bypass["holds"] else "short"]
+    table.add_row("dispatch", f"{bypass['slots']} of {bypass['keys']}", *ratios, *bound)
     console.print(table)
 
 

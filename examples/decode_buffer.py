@@ -34,7 +34,8 @@ def main(arguments):
             dtype=torch.bfloat16,
         )  # fmt: skip
         expert_bytes = ps.hf.namespace(model).schema.part("param").image_bytes
-        print(f"{quarter} of {count} experts stand: {quarter * expert_bytes >> 20} of {count * expert_bytes >> 20} MiB")
+        print(f"{quarter} of {count} experts stand: {quarter * expert_bytes >> 20} of {count * expert_bytes >> 20} MiB", end=", ")
+        print(f"in a daemon of {arguments.host_budget}")
         for text in arguments.prompt or PROMPTS:
             prompt = encode(text)
             before, read_before, started_s = ps.hf.counts(model), bytes_read(store), time.perf_counter()
@@ -56,7 +57,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="a checkpoint's folder or name; default: a small random model")
     parser.add_argument("--out", type=Path, default=Path("decode-run"), help="the store")
     parser.add_argument("--tokens", type=int, default=24, help="how many to decode behind each text")
-    parser.add_argument("--host-budget", default="32MiB", help="of the daemon: for what stands, what was used, and reads")
+    parser.add_argument("--host-budget", default="14MiB", help="of the daemon: what stands, one more, and up to a segment's end")
     try:
         main(parser.parse_args())
     except KeyboardInterrupt:

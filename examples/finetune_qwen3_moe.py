@@ -67,7 +67,7 @@ def main(arguments):
         optimizer.zero_grad()
         print(f"rank {rank} step {step} loss {loss.item()!r}\n", end="", flush=True)  # in one write: ranks share the terminal
         if step % EVERY == 0 or step == arguments.steps:
-            experts.commit(step).wait()  # durable, before the dense part is
+            experts.commit(step, dense=out / "dense").wait()  # durable, before the checkpoint is; `ps.hf.follow` serves it
             dcp.save(state, checkpoint_id=out / f"step-{step:06}")
             keep_newest(out, 2)
     dist.destroy_process_group()

@@ -33,7 +33,8 @@ def main(arguments):
             dtype=torch.bfloat16,
         )  # fmt: skip
         expert_bytes = ps.hf.namespace(model).schema.part("param").image_bytes
-        print(f"{quarter} of {count} experts stand: {quarter * expert_bytes >> 20} of {count * expert_bytes >> 20} MiB")
+        print(f"{quarter} of {count} experts stand: {quarter * expert_bytes >> 20} of {count * expert_bytes >> 20} MiB", end=", ")
+        print(f"in a daemon of {arguments.host_budget}")
         for prompt in arguments.prompt or PROMPTS:
             before = bytes_read(store)
             tokens = generate(model, encode(prompt))
@@ -78,5 +79,5 @@ if __name__ == "__main__":
     parser.add_argument("prompt", nargs="*", help="texts to go on with")
     parser.add_argument("--model", help="a checkpoint's folder or name; default: a small random model")
     parser.add_argument("--out", type=Path, default=Path("serve-run"), help="the store")
-    parser.add_argument("--host-budget", default="32MiB", help="of the daemon: for what stands, what was used, and reads")
+    parser.add_argument("--host-budget", default="14MiB", help="of the daemon: what stands, one more, and up to a segment's end")
     main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""Serves a model that another process trains: it follows each commit between two tokens, with a quarter of the experts in memory.
+"""Serves a model that another process trains: it follows each commit between two tokens, with a quarter of the experts standing.
 
     python examples/train_and_serve.py [--model MODEL] [--text TEXT] [--out RUN] [--steps N] [PROMPT]...
 
@@ -46,11 +46,14 @@ def main(arguments):
 def serve(store, path, arguments, trainer):
     """Streams answers until the trainer has ended, and one more at its last step; then checks them."""
     config = AutoConfig.from_pretrained(path)
+    count = config.num_hidden_layers * config.num_experts
     model = ps.hf.from_pretrained(
-        AutoModelForCausalLM, path, store=store, mode="infer", name="experts", dtype=torch.bfloat16,
-        expert_memory=config.num_hidden_layers * config.num_experts // 4,
-    )  # fmt: skip
+        AutoModelForCausalLM, path, store=store, mode="infer", name="experts", dtype=torch.bfloat16, expert_memory=count // 4
+    )
     namespace = ps.hf.namespace(model)
+    image_bytes, record_bytes = namespace.schema.part("param").image_bytes, namespace.schema.record_bytes
+    print(f"{count // 4} of {count} experts stand: {count // 4 * image_bytes >> 10} of {count * image_bytes >> 10} KiB", end=", ")
+    print(f"in a daemon of {arguments.host_budget} that trains {count * record_bytes >> 20} MiB")
     encode, decode = text_codec(path)
     trainer.stdin.write("go\n")
     trainer.stdin.flush()
@@ -160,7 +163,7 @@ if __name__ == "__main__":
     parser.add_argument("--text", type=Path, default=Path(__file__).parent.parent / "docs", help="a file, or a folder of *.md")
     parser.add_argument("--out", type=Path, default=Path("train-and-serve-run"), help="the store and the dense weights")
     parser.add_argument("--steps", type=int, default=8, help="how many to train")
-    parser.add_argument("--host-budget", default="64MiB", help="of the daemon, for both processes")
+    parser.add_argument("--host-budget", default="8MiB", help="of the daemon, for both processes")
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     try:

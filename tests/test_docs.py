@@ -41,6 +41,15 @@ NAMES, FILES = rf"{NAME}(?:(?:, | and ){NAME})*", rf"{FILE}(?:(?:, | and ){FILE}
 BESIDE = rf"(?P<names>{NAMES})(?:\sin\s|\s\()(?P<files>{FILES})|(?P<files_first>{FILES})\s\((?P<names_after>{NAMES})[:)]"
 """Names with the file that has them: "`Class`, `Class.method` in `path.py`", "`Class` (`path.py`)", "`path.py` (`Class`: ...)"."""
 
+GPU = r"\b(?:GPUs?|CUDA|GPUDirect|HBM|torch\.cuda|device_map)\b"
+NEVER_RUN = r"(?i:\b(?:never|no line|none of)\b[^.;|]{0,40}\brun on (?:a GPU|one)\b)"
+NOT_OF_A_GPU = {
+    ("README.md", "Try it"), ("README.md", "Requirements"),  # which build of torch, and that no GPU is needed
+    ("docs/security.md", "Security"), ("docs/security.md", "The process"),  # no memory of one is shared; torch is imported
+    ("docs/architecture.md", "Another optimizer"),  # what is simulated in the test kit
+}  # fmt: skip
+"""Sections that name a GPU, and claim nothing of what runs on one."""
+
 NO_MODULES = {"paramstore.sock", "paramstore.sentinel"}
 """A file and a parameter that look like modules."""
 
@@ -273,6 +282,21 @@ def test_every_module_and_name_of_one_that_a_page_names_exists(page: Path) -> No
     for name in re.findall(r"`((?:ps|paramstore\w*)(?:\.\w+)+)", prose(page)):
         if name not in NO_MODULES:
             assert found_by_import(re.sub("^ps\\b", "paramstore", name)) is not None, f"{page_id(page)} names {name}"
+
+
+def test_every_section_that_claims_something_of_a_gpu_says_that_none_of_it_has_run_on_one() -> None:
+    """Until `bench/bench_device.py` has: its results lie in bench/results then, and this test goes."""
+    assert not list((ROOT / "bench" / "results").glob("device-*.json")), "it has run: say what held, and delete this test"
+    naming = set()
+    for page in (ROOT / "README.md", ROOT / "bench" / "README.md", *DOCS.glob("*.md")):
+        blocks = re.compile(r"^```(\w*)\n.*?^```$", re.DOTALL | re.MULTILINE)
+        text = blocks.sub(lambda block: block[0] if block[1] == "mermaid" else "", page.read_text())
+        for section in re.split(r"^#+ ", text, flags=re.MULTILINE):
+            if re.search(GPU, section):
+                place = (page_id(page), section.partition("\n")[0])
+                naming.add(place)
+                assert place in NOT_OF_A_GPU or re.search(NEVER_RUN, section.replace("\n", " ")), place
+    assert naming >= NOT_OF_A_GPU
 
 
 def test_every_decision_is_in_the_list_of_decisions() -> None:

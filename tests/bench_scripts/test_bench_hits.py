@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paramstore.core.trace import Trace, TraceEventKind
+from paramstore.core.trace import Trace, TraceEvent, TraceEventKind
 
 SCRIPTS = Path(__file__).parents[2] / "bench"
 
@@ -53,16 +53,23 @@ def test_a_dispatch_that_does_not_fit_has_nine_tenths_of_the_most_hits_under_eve
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "steps"), [("decode-1", 160), ("decode-4", 60), ("decode-16", 25)])
-def test_the_beginning_of_a_decode_trace_holds(script: Any, name: str, steps: int) -> None:
-    whole = script.load(name)
-    ends = [index for index, event in enumerate(whole.events) if event.kind is TraceEventKind.STEP]
-    trace = Trace(whole.header, whole.events[: ends[steps] + 1])
-    arenas, slots = script.row_of(trace, 0.25), script.slots_row_of(trace, 0.25)
-    for row, rates in ((arenas, _arena_rates(arenas)), (slots, _slot_rates(slots))):
-        assert row["holds"], rates
-        assert rates["belady"] >= max(rates.values())
-        assert row["ratio"] == pytest.approx(rates["schedule"] / rates["belady"])
+@pytest.mark.parametrize("name", ["decode-1", "decode-4", "decode-16"])
+def test_the_beginning_of_a_decode_trace_holds_at_every_size(script: Any, name: str) -> None:
+    trace = script.beginning(script.load(name), script.QUICK_USES)
+    assert trace.events[-1].kind is TraceEventKind.STEP
+    for share in script.SHARES:
+        arenas, slots = script.row_of(trace, share), script.slots_row_of(trace, share)
+        assert slots["policies"].keys() == {*script.SLOT_POLICIES, *script.BESIDE, "belady"}
+        for row, rates in ((arenas, _arena_rates(arenas)), (slots, _slot_rates(slots))):
+            assert row["holds"], (share, rates)
+            assert rates["belady"] >= max(rates.values())
+            assert row["ratio"] == pytest.approx(rates["schedule"] / rates["belady"])
+
+
+def test_a_beginning_is_of_whole_steps(script: Any) -> None:
+    events = [TraceEvent(TraceEventKind.ACQUIRE, 0, (0, 1)), TraceEvent(TraceEventKind.STEP, 0, ())] * 3
+    trace = Trace(script.load("decode-1").header, tuple(events))
+    assert [len(script.beginning(trace, uses).events) for uses in (1, 2, 3, 4, 7)] == [2, 2, 4, 4, 6]
 
 
 def test_the_figures_that_are_kept_hold_and_are_those_of_the_page(script: Any) -> None:

@@ -145,7 +145,7 @@ def test_serving_through_a_ring_gives_the_tokens_of_memory_and_reads_what_does_n
     for done in (first, again):
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
-        assert lines[0] == "16 of 64 experts stand: 12 of 48 MiB"
+        assert lines[0] == "16 of 64 experts stand: 12 of 48 MiB, in a daemon of 14MiB"
         assert lines[-1] == "every token is that of the model in memory"
     assert sum(int(count) for count in re.findall(r"tokens, (\d+) MiB read", first.stdout)) > 12, "more than stands"
     assert re.findall(r"^'.*'$", first.stdout, re.MULTILINE) == re.findall(r"^'.*'$", again.stdout, re.MULTILINE)
@@ -170,7 +170,7 @@ def test_decoding_through_a_buffer_gives_the_tokens_of_memory_counts_what_moved_
         end_daemon(directory)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "16 of 64 experts stand: 12 of 48 MiB"
+    assert lines[0] == "16 of 64 experts stand: 12 of 48 MiB, in a daemon of 14MiB"
     assert lines[-1] == "every token is that of the model in memory"
     told = re.findall(r"  \d+\.\d tokens/s, (\d+) of (\d+) uses hit, (\d+) MiB moved into the buffer, (\d+) MiB read", done.stdout)
     assert len(told) == 3
@@ -193,6 +193,8 @@ def test_a_model_that_is_trained_is_served_at_whole_steps_and_both_end_at_ctrl_c
     finally:
         end_daemon(directory)
     assert done.returncode == 0, done.stderr
+    line = "16 of 64 experts stand: 576 of 2304 KiB, in a daemon of 8MiB that trains 13 MiB"
+    assert done.stdout.startswith(line), done.stdout.splitlines()[0]
     steps = [int(step) for step in re.findall(r"^\[step (\d+)\]", done.stdout, re.MULTILINE)]
     assert steps == sorted(steps)
     assert steps[-1] == entry["committed_step"] + 8

@@ -122,11 +122,13 @@ class Handle:
 def lease_bounds(connection: Connection, call: str, least: object, most: object) -> tuple[int, int | None]:
     """The least and the most lease slots that `call` is to ask for; most is None for no bound, and where the daemon knows none.
     Raises ConfigError, and VersionMismatch from a daemon that promises nothing."""
-    if least := whole_number("min_lease_slots", least):
+    least_slots = whole_number("min_lease_slots", least)
+    most_slots = None if most is None else whole_number("max_lease_slots", most)
+    if least_slots:
         connection.check_minor(PROMISE_MINOR, f"{call}(min_lease_slots=...)")
-    if most is not None and whole_number("max_lease_slots", most) < least:
-        raise wrong("max_lease_slots", most, f"a number that is not below min_lease_slots={least}")
-    return least, None if most is None or connection.minor < BOUND_MINOR else whole_number("max_lease_slots", most)
+    if most_slots is not None and most_slots < least_slots:
+        raise wrong("max_lease_slots", most, f"a number that is not below min_lease_slots={least_slots}")
+    return least_slots, None if connection.minor < BOUND_MINOR else most_slots
 
 
 def plain_keys(keys: Iterable[ExpertKey]) -> list[ExpertKey]:

@@ -7,11 +7,13 @@ trainer_state.json, so that a checkpoint is never loaded beside experts of anoth
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from paramstore.core.arguments import path
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.stored_models import experts
 from paramstore_client.training.experts import Experts
@@ -20,8 +22,12 @@ NAME = "paramstore"
 """The manifest's name among the `stateful_callbacks` of a trainer's state."""
 
 
-def trainer_callback(model: nn.Module) -> Any:
+def trainer_callback(model: nn.Module, *, dense: str | os.PathLike[str] | None = None) -> Any:
     """A callback for the Trainer of `model`, which commits the experts when it saves and takes them back to what it loads.
+
+    dense: a directory for files of the dense weights, as for `Experts.commit`: each step that is committed names one, so that a
+    served model can follow it. Default: none, since Trainer's checkpoints have the dense weights already; a file takes the bytes
+    of the dense part, for as long as its step is kept.
 
     - A checkpoint is committed once its dense part is saved; what was trained after the last one, at the end of training.
     - `resume_from_checkpoint` raises StepDropped before any training where the step is not kept (`retained_steps` says how many
@@ -31,14 +37,16 @@ def trainer_callback(model: nn.Module) -> Any:
     The optimizer is attached as ever: `trainer.create_optimizer()`, then `ps.hf.experts(model).attach(trainer.optimizer)`.
     Raises ConfigError for a model whose experts are not trained.
     """
-    return type("ExpertsCallback", (_Checkpoints, modeling.transformers().TrainerCallback), {})(experts(model))
+    directory = None if dense is None else Path(path("dense", dense))
+    return type("ExpertsCallback", (_Checkpoints, modeling.transformers().TrainerCallback), {})(experts(model), directory)
 
 
 class _Checkpoints:
     """Handles the events of a Trainer that concern the experts; every rank gets all of them."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: Experts, dense: Path | None) -> None:
         self._experts = experts
+        self._dense = dense
         self._namespace = experts.namespace
         self._kept: int | None = None
         """The step of the best checkpoint, a snapshot."""
@@ -80,7 +88,7 @@ class _Checkpoints:
         self._experts.settle()
         step = _step(state, state.global_step)
         if step != self._namespace.committed_step:
-            self._experts.commit(step)
+            self._experts.commit(step, dense=self._dense)
 
     def _go_to(self, state: Any, step: int) -> None:
         self._experts.load_state_dict({**state.stateful_callbacks[NAME], "step": step})

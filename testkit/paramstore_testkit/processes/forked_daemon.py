@@ -29,19 +29,24 @@ from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 MODULE = "paramstore_testkit.processes.forked_daemon"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Of who forks, so that libraries start no threads before; a daemon sets the first one itself."""
+ALIGNMENT = "SEGMENT_ALIGNMENT_BYTES"
 REQUEST_BYTES_MAX = 1 << 17
 FORK_S = 60.0
 """The first fork waits for the imports."""
 
 
 class ForkedDaemon(DaemonProcess):
-    """One `paramstore serve` over `directory`, forked. See `DaemonProcess`."""
+    """One `paramstore serve` over `directory`, forked. See `DaemonProcess`. segment_bytes: whole pages, the size and alignment of
+    its arenas' segments: a small arena has several then, where it has one otherwise."""
 
-    def __init__(self, directory: Path, *arguments: str, environment: Mapping[str, str] = QUIET) -> None:
+    def __init__(
+        self, directory: Path, *arguments: str, environment: Mapping[str, str] = QUIET, segment_bytes: int | None = None
+    ) -> None:
         super().__init__(directory, *arguments, environment=environment, command=("serve",))
+        self._segment_bytes = segment_bytes
 
     def spawn(self, log: IO[bytes]) -> Forked:
-        return _forker().fork(self._command, self._environment, log)
+        return _forker().fork(self._command, self._environment, log, segment_bytes=self._segment_bytes)
 
 
 class Forked:
@@ -86,9 +91,11 @@ class _Forker:
             )  # fmt: skip
         atexit.register(self.close)
 
-    def fork(self, words: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Forked:
+    def fork(self, words: Sequence[str], environment: Mapping[str, str], log: IO[bytes], *, segment_bytes: int | None) -> Forked:
         """Starts a daemon whose stderr is `log`."""
-        request = {"words": list(words), "environment": dict(environment), "directory": os.getcwd()}
+        request = {
+            "words": list(words), "environment": dict(environment), "directory": os.getcwd(), "segment_bytes": segment_bytes,
+        }  # fmt: skip
         (stdout, their_stdout), (status, their_status) = os.pipe(), os.pipe()
         descriptors = [their_stdout, log.fileno(), their_status]
         try:
@@ -170,6 +177,13 @@ def _serve(request: dict[str, Any], stdout: int, log: int) -> NoReturn:
         os.chdir(request["directory"])
         from paramstore import __main__ as paramstore_main
 
+        if (segment_bytes := request["segment_bytes"]) is not None:
+            from paramstore.engine.tables import arena
+            from paramstore.memory import arena as memory
+
+            for module, name in ((arena, "SEGMENT_BYTES"), (arena, ALIGNMENT), (memory, ALIGNMENT)):
+                assert hasattr(module, name), f"{module} has no {name}"
+                setattr(module, name, segment_bytes)
         sys.modules["__main__"] = paramstore_main
         sys.argv = [paramstore_main.__file__, *request["words"]]
         paramstore_main.main()

@@ -83,6 +83,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Further attributes of a family's configuration, by the family's name, or of a part of it, by the part's name."""
 
+NOT_SERVED = {"diffusion_gemma", "ernie4_5_vl_moe"}
+"""Families that `ps.hf` refuses."""
+SERVED_ALWAYS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "jamba", "phimoe", "granitemoe")
+"""Those that every run of the tests serves; the others are for `make soak`."""
+NOT_GROUPED = {"mistral_large4"}
+"""Families whose unmodified models can be set to no kernel but their own: a part of theirs, without experts, refuses."""
+
 ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "Generation", "Diffusion", "Classification", "Model", "")
 """Endings of the names of modeling classes: the first one that a family has is built."""
 

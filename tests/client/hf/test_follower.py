@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import paramstore as ps
 from paramstore.errors import ConfigError, StepDropped
@@ -315,28 +314,35 @@ def equal_caches(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"num_beams": 2}], ids=["dynamic", "static", "beams"])
 @pytest.mark.parametrize("at_token", [0, 4])
-def test_generate_goes_on_where_a_step_is_dropped_within_a_token(job: Job, options: dict[str, Any], at_token: int) -> None:
-    """The tokens are those of a model that has had the newest step from that token on."""
-    job.commit()
-    made: list[Tensor] = []
-    for commits in (4, 0):
-        served = job.serve(expert_memory=2)
-        ps.hf.follow(served)
-        count = itertools.count()
+def test_generate_goes_on_where_a_step_is_dropped_within_a_token(
+    address: str, tmp_path: Path, options: dict[str, Any], at_token: int
+) -> None:
+    """Tokens and logits are those of an equal model that has moved between this token and the one before."""
+    made = []
+    for is_dropped in (True, False):
+        job = Job(address, tmp_path / str(is_dropped))
+        job.commit()
+        served, count = job.serve(expert_memory=2), itertools.count()
 
-        def begin(*_: Any, count: Any = count, served: Any = served, commits: int = commits) -> None:
-            if next(count) == at_token and commits:
-                within(served, lambda: job.commit(commits))
+        def begin(*_: Any, job: Job = job, served: Any = served, count: Any = count, is_dropped: bool = is_dropped) -> None:
+            if next(count) != at_token:
+                return
+            if is_dropped:
+                within(served, lambda: job.commit(4))
+                return
+            job.commit(4)
+            assert ps.hf.follow(served).step == 5
 
-        hook = served.register_forward_pre_hook(begin)
+        served.register_forward_pre_hook(begin)
         with torch.no_grad(), ps.hf.following(served) as progress:
-            made.append(served.generate(tokens(), **GREEDY, **options))
-        hook.remove()
-        assert progress.repeat_count == (1 if commits else 0)
-        ps.hf.namespace(served).close()
-    assert made[0].shape == made[1].shape
-    if at_token == 0:
-        assert torch.equal(*made), "the prompt itself was computed at the newest step"
+            made.append(served.generate(tokens(), **GREEDY, **options, return_dict_in_generate=True, output_logits=True))
+        assert progress.repeat_count == is_dropped
+        job.check(served)
+        for store in job.stores:
+            store.close()
+    assert torch.equal(made[0].sequences, made[1].sequences)
+    assert len(made[0].logits) == len(made[1].logits) == 12
+    assert all(torch.equal(*pair) for pair in zip(made[0].logits, made[1].logits, strict=True))
 
 
 def test_a_cache_that_cannot_be_cropped_is_an_error_that_says_so(address: str, tmp_path: Path) -> None:

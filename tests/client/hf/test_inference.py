@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -12,33 +15,43 @@ import torch
 from torch import Tensor
 
 from paramstore.errors import ConfigError, LeaseError
+from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.device.buffer import ExpertBuffer
 from paramstore_client.device.host_slots import HostSlots
+from paramstore_client.device.ring import RingMemory
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.loading.expert_memory import POLICIES
 from paramstore_client.hf.model.binding import LayerExperts, ModelExperts, bind, layer_of
 from paramstore_client.hf.model.layout import experts_modules
-from paramstore_testkit.training.moe_families import EXPERTS, families, modeling_class, tiny_config
+from paramstore_client.source import ExpertSource
+from paramstore_testkit.training.moe_families import (
+    EXPERTS,
+    NOT_GROUPED,
+    NOT_SERVED,
+    SERVED_ALWAYS,
+    families,
+    modeling_class,
+    tiny_config,
+)  # fmt: skip
 from paramstore_testkit.training.moe_models import Twin, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 FAMILIES = families()
-REFUSED = {"diffusion_gemma", "ernie4_5_vl_moe"}
-ALWAYS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "jamba", "phimoe", "granitemoe")
-"""Those that every run of the tests serves; the others are for `make soak`."""
-NOT_GROUPED = {"mistral_large4"}
-"""Families whose unmodified models can be set to no kernel but their own: a part of theirs, without experts, refuses."""
-CASES = ((64, True), (14, True), (14, False), (3, True), (1, True))
-"""What may be leased, and whether the next layer's router is asked for guesses: everything stands; a layer stands, and guesses of
-the next one beside it; two experts; one at a time."""
+PROMISES = 64, 14, 3, 1
+"""Slots that may be leased: everything stands; a layer stands, and guesses of the next one beside it; two experts; one."""
+RINGS = (1, None), (1, 1), (2, None), (2, 2), (3, None)
+"""Layers that a ring has slots for, and how many experts of a layer it loads ahead."""
+BUFFERS = 1, 2, 9, 16
+"""Experts that a buffer has slots for: one, fewer than a token chooses, a layer and one more, both layers."""
 NOT_FOUND = {"jamba"}
-"""Families of `ALWAYS` whose routers make no guesses."""
+"""Families of `SERVED_ALWAYS` whose routers make no guesses."""
 
 
 def served() -> list[Any]:
-    return [
-        pytest.param(family, marks=() if family in ALWAYS else pytest.mark.soak) for family in sorted({*FAMILIES} - REFUSED)
-    ]
+    names = sorted({*FAMILIES} - NOT_SERVED)
+    return [pytest.param(name, marks=() if name in SERVED_ALWAYS else pytest.mark.soak) for name in names]
 
 
 def layers_of(twin: Twin) -> list[LayerExperts]:
@@ -57,25 +70,44 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return value
 
 
+def sources_of(namespace: MemoryNamespace) -> Iterator[tuple[str, ExpertSource]]:
+    """Everything that experts are served from, whatever it keeps and how much of it, each with a name; one at a time."""
+    for residency, policy in POLICIES.items():
+        for promised in PROMISES:
+            namespace.lease_slots = promised
+            with closing(HostSlots(namespace, policy=policy)) as slots:
+                yield f"{residency}, {promised} promised", slots
+    namespace.lease_slots = PROMISES[0]
+    for layers, ahead in RINGS:
+        with RingMemory(namespace, layers, experts_ahead=ahead) as ring:
+            yield f"ring of {layers} layers, {ahead} experts ahead", ring
+    for count in BUFFERS:
+        with ExpertBuffer(namespace, count) as buffer:
+            yield f"buffer of {count}", buffer
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("family", served())
 def test_family_has_the_logits_of_the_unmodified_model(family: str, dtype: torch.dtype) -> None:
-    """A prompt, another one that finds part of its experts, and three tokens; with many slots, few, and one, guesses and none."""
-    for lease_slots, speculates in CASES:
-        twin = Twin.of(
-            tiny_config(family), kernel="eager" if family in NOT_GROUPED else "grouped_mm", dtype=dtype, is_trained=False,
-            lease_slots=lease_slots, model_class=modeling_class(FAMILIES[family]),
-        )  # fmt: skip
-        if not speculates:
-            for layer in layers_of(twin):
-                layer.early.routers = {}
-        stock, stored = twin.stock.eval(), twin.stored.eval()
-        with torch.no_grad():
-            for ids in (tokens(), tokens(seed=1), *(tokens(seed=seed)[:1, :1] for seed in (2, 3, 4))):
-                assert torch.equal(logits(stored, ids), logits(stock, ids)), (lease_slots, speculates, ids.shape)
-        if family in ALWAYS and lease_slots == 14:
-            asked = layers_of(twin)[0].early.figures.asked
-            assert (asked > 0) == (speculates and family not in NOT_FOUND and len(layers_of(twin)) > 1), family
+    """A prompt, another one that finds part of its experts, and three tokens; from each source, with guesses and without."""
+    kernel, model_class = "eager" if family in NOT_GROUPED else "grouped_mm", modeling_class(FAMILIES[family])
+    twin = Twin.of(tiny_config(family), kernel=kernel, dtype=dtype, is_trained=False, model_class=model_class)
+    inputs = [tokens(), tokens(seed=1), *(tokens(seed=seed)[:1, :1] for seed in (2, 3, 4))]
+    stock, stored, asked = twin.stock.eval(), twin.stored.eval(), Counter[str]()
+    with torch.no_grad():
+        expected = [logits(stock, ids) for ids in inputs]
+        for speculates in (True, False):
+            for name, source in sources_of(twin.namespace):
+                bind(stored, ModelExperts(source, anchor=None, is_poisoned=True, speculates=speculates), kernel=kernel)
+                for ids, value in zip(inputs, expected, strict=True):
+                    assert torch.equal(logits(stored, ids), value), (name, speculates, ids.shape)
+                asked[name] += (count := layers_of(twin)[0].early.figures.asked)
+                assert speculates or not count, name
+    assert twin.namespace.leased == []
+    if family in SERVED_ALWAYS:
+        is_asked = family not in NOT_FOUND and len(layers_of(twin)) > 1
+        for residency in POLICIES:
+            assert (asked[f"{residency}, 14 promised"] > 0) == is_asked, residency
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -151,7 +183,7 @@ def test_nothing_is_copied_where_all_stand(kernel: str, monkeypatch: pytest.Monk
 
 
 def test_lists_name_no_family_that_is_gone() -> None:
-    assert {*REFUSED, *ALWAYS, *NOT_GROUPED} <= FAMILIES.keys()
+    assert {*NOT_SERVED, *SERVED_ALWAYS, *NOT_GROUPED} <= FAMILIES.keys()
 
 
 @pytest.mark.usefixtures("small_experts_lie_apart")

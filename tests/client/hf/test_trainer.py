@@ -12,6 +12,7 @@ from torch import Tensor
 
 import paramstore as ps
 from paramstore.errors import ConfigError, SchemaMismatch, StepDropped, StepFailed, StepOutOfOrder
+from paramstore_client.handle.dense_part import DensePart
 from paramstore_client.hf.compat import modeling
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import tokens
@@ -39,7 +40,7 @@ def train(store: ps.Store, tmp_path: Path) -> Iterator[Train]:
 
     def run(
         name: str = "moe", *, resume: str | None = None, folder: str = "", is_followed: bool = True, dies_at: int | None = None,
-        **more: Any,
+        dense: Path | None = None, **more: Any,
     ) -> Any:  # fmt: skip
         transformers = modeling.transformers()
         for known in opened:
@@ -62,7 +63,7 @@ def train(store: ps.Store, tmp_path: Path) -> Iterator[Train]:
 
         trainer = transformers.Trainer(
             model=model, args=transformers.TrainingArguments(**options), train_dataset=Sentences(), eval_dataset=Sentences(),
-            callbacks=[Dies(), *([ps.hf.trainer_callback(model)] if is_followed else [])],
+            callbacks=[Dies(), *([ps.hf.trainer_callback(model, dense=dense)] if is_followed else [])],
         )  # fmt: skip
         trainer.create_optimizer()
         ps.hf.experts(model).attach(trainer.optimizer)
@@ -172,6 +173,34 @@ def test_a_later_snapshot_of_the_users_own_is_not_dropped(train: Train) -> None:
     ps.hf.namespace(train().model).snapshot(STEPS).close()
     with pytest.raises(StepFailed, match="snapshot"):
         train(resume="checkpoint-3")
+
+
+@pytest.mark.parametrize("is_best", [False, True])
+def test_a_served_model_follows_a_run_that_commits_its_dense_weights(
+    train: Train, store: ps.Store, tmp_path: Path, is_best: bool
+) -> None:
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "greater_is_better": True} if is_best else {}
+    train("served", max_steps=3)
+    trainer = train("served", folder="more", dense=tmp_path / "dense", metric_for_best_model="eval_loss", **best)
+    namespace = ps.hf.namespace(trainer.model)
+    with ps.connect(store.address) as other:
+        served = ps.hf.from_config(
+            modeling.transformers().AutoModelForCausalLM, tiny_config("qwen3_moe"), store=other, name=namespace.name, mode="infer"
+        )
+        moved = ps.hf.follow(served)
+        assert (moved.step, moved.reason) == (3 + (3 if is_best else STEPS), None)
+        for name, value in served.state_dict().items():
+            assert torch.equal(value, trainer.model.state_dict()[name]), name
+        with torch.no_grad():
+            assert torch.equal(served(tokens()).logits, trainer.model.eval()(tokens()).logits)
+    kept = {int(file.name.split(".")[-4]) for file in (tmp_path / "dense").iterdir()}
+    assert kept <= {*namespace.steps(), 3 + STEPS}, "files go with their steps; what is above the newest one is left alone"
+
+
+def test_a_run_commits_no_dense_weights_unless_it_is_asked_to(train: Train) -> None:
+    trainer = train()
+    namespace = ps.hf.namespace(trainer.model)
+    assert DensePart.from_extra(namespace.extra(STEPS)) is None
 
 
 def test_a_model_that_does_not_train_is_refused(store: ps.Store, train: Train) -> None:
