@@ -38,6 +38,9 @@ from paramstore_client.nn.schedule import ExpertSchedule
 from paramstore_client.source import ExpertSource
 
 ATTRIBUTE = "_paramstore_layer"
+WHOLE_LAYER = 0.95
+"""The part of a layer's experts whose use says that the next layer will use all of its: so at most 1.06 experts are loaded for each
+that is used."""
 
 
 class ModelExperts:
@@ -45,11 +48,13 @@ class ModelExperts:
 
     anchor: (layer) -> the leaf that the layer's node takes as an input; None where the experts get no gradients.
     is_poisoned: freed buffers are filled with NaN. speculates: whether routers are asked for guesses of the next layer's experts.
+    is_ring: whether experts stand by turns, so that a prompt which uses a layer whole has the next one loaded whole, as ring memory
+    does (SE-MoE, arXiv 2205.10034, section 3.3.2).
     """
 
     def __init__(
         self, source: ExpertSource, *, anchor: Callable[[int], Tensor | None] | None, is_poisoned: bool = False,
-        speculates: bool = True,
+        speculates: bool = True, is_ring: bool = False,
     ) -> None:  # fmt: skip
         if anchor is not None and not source.schema.is_trainable:
             raise SchemaMismatch("a param schema takes no gradients: bind the model without an anchor")
@@ -60,6 +65,7 @@ class ModelExperts:
         self.buffers = CompactBuffers(source.schema.part("param").fields, is_poisoned=is_poisoned)
         self.early = EarlyLoads(source)
         self.speculates = speculates
+        self._is_ring = is_ring
 
     def after_forward(
         self, layer: int, dispatch: Dispatch, hidden_TH: Tensor, room: int, *, records: bool = False
@@ -69,6 +75,8 @@ class ModelExperts:
         guesses are right as often then, and hardly ever in decoding. records: whether there is a graph, as buffers are filled
         without one."""
         by_use = self.schedule.begin_forward(layer, dispatch.experts, room=room, is_cyclic=not records)
+        if not records and (whole := self._whole_layer(dispatch)):
+            return whole[:room]
         by_use = by_use if records or 2 * len(dispatch.experts) >= self.source.experts else []
         following = self.schedule.following(layer)
         if isinstance(self.source, HostSlots) or following is None or following != self.schedule.expected:
@@ -86,9 +94,19 @@ class ModelExperts:
         if not isinstance(source, HostSlots):
             return by_use
         self.early.speculation.judge(layer, *found, placed=source.counts.ahead)
+        if whole := self._whole_layer(dispatch):
+            return whole  # what finds no slot now waits for those that the visit lets go
         if following is None or following not in self.early.routers:
             return by_use
         return self.early.standing(following, hidden_TH, source)
+
+    def _whole_layer(self, dispatch: Dispatch) -> list[ExpertKey]:
+        """All keys of the layer that comes around next in a ring, the first one after the last, where this dispatch says that it
+        will be used whole; else none."""
+        following, experts = self.schedule.expected, self.source.experts
+        if not self._is_ring or following is None or len(dispatch.experts) < WHOLE_LAYER * experts:
+            return []
+        return [(following, expert) for expert in range(experts)]
 
     def after_backward(self, layer: int, room: int) -> list[ExpertKey]:
         """Keys to fetch while `layer` differentiates its last part."""
