@@ -12,34 +12,25 @@ decodes beside it, with the pages of its files dropped before each token.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.utils import logging
 
 import paramstore as ps
-from bench_tiers import check_out
 from paramstore.bench.context import Bench
 from paramstore.bench.limits.pages import param_kind
-from paramstore.bench.plan import Plan
-from paramstore.bench.report import machine, table
-from paramstore.bench.report.rows import Report, Row, encode
+from paramstore.bench.report.rows import Row
 from paramstore.bench.service.daemon import serving
-from paramstore.cli.exits import exit_code
-from paramstore.cli.signals import end_as_interrupt
 from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.engine.planner.promises import slots_promising
 from paramstore.engine.tables.arena import segment_lengths
-from paramstore.errors import ParamStoreError
 from paramstore_bench.decode.long_prompt import LONGEST, find_long_prompt
 from paramstore_bench.decode.offload_peer import TARGETS, drop_pages, offloaded
 from paramstore_bench.decode.rows import (
@@ -55,8 +46,8 @@ from paramstore_bench.decode.rows import (
     row_of,
 )
 from paramstore_bench.decode.runs import VOCABULARY, Models, run
+from paramstore_bench.frame import Script
 
-RESULTS = Path(__file__).parent / "results"
 WORKS = (Work(16, new=24), Work(16), Work(64), Work(512))
 PEER_WORK = Work(16, new=4)
 """What the peer does too: it takes seconds for a token."""
@@ -94,46 +85,21 @@ class Shape:
 QUICK = Shape(layers=4, experts=8, hidden=256, inner=256, top_k=2)
 
 
+SCRIPT = Script("decode", __doc__, quick="a small model: a check, not figures to quote")
+
+
 def main() -> int:
-    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model: a check, not figures to quote")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/decode-<date>.json")
-    arguments = parser.parse_args()
-    file = arguments.out or RESULTS / f"decode-{machine.now()[:10]}.json"
-    try:
-        check_out(file)
-        return measure(file, arguments.dir, is_quick=arguments.quick)
-    except ParamStoreError as error:
-        sys.stderr.write(f"bench_decode: {type(error).__name__}: {error}\n")
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return 130
-
-
-def measure(file: Path, directory: Path, *, is_quick: bool) -> int:
-    """Runs the bench, writes `file`, and prints the table."""
-    command = "python bench/bench_decode.py" + (" --quick" if is_quick else "")
-    end_as_interrupt()
+    """Runs the bench."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers left it so
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    progress, date = Console(stderr=True), machine.now()
-    shape = QUICK if is_quick else Shape()
-    rows: list[Row] = []
-    with progress.status("bench decode") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as folder:
-        bench = Bench(Plan(), Path(folder), tell=status.update)
-        started_s = bench.clock.now_s()
-        for share in SHARES:
-            rows += measure_share(bench, shape, share, rounds=QUICK_ROUNDS if is_quick else ROUNDS)
-        seconds = bench.clock.now_s() - started_s
-    report = Report(
-        machine=machine.describe(directory), commit=machine.commit(), command=command, date=date, seconds=seconds, rows=rows
-    )
-    file.write_bytes(encode(report))
-    table.render(report, Console())
-    progress.print(f"written: {file}")
-    return 1 if report.short_rows else 0
+    arguments = SCRIPT.parser().parse_args()
+    return SCRIPT.run(arguments, partial(measure, is_quick=arguments.quick))
+
+
+def measure(bench: Bench, *, is_quick: bool) -> list[Row]:
+    """Measures every share."""
+    shape, rounds = (QUICK, QUICK_ROUNDS) if is_quick else (Shape(), ROUNDS)
+    return [row for share in SHARES for row in measure_share(bench, shape, share, rounds=rounds)]
 
 
 def checkpoint_of(bench: Bench, shape: Shape) -> Path:
