@@ -4,64 +4,69 @@ host memory, beside the same model with everything in memory and beside what its
 Run it on an idle machine: `python bench/bench_decode.py [--quick] [--dir DIR] [--out FILE]`. The figures go to
 bench/results/decode-<date>.json. Each round times ours and memory in alternating order on a prompt of its own, and reads as many
 raw records as a layer lacks; the logits of both are compared bit for bit. Prompts are computed with guesses of the next layer's
-router, tokens without (`bench_speculation.py` measures those). With half and a quarter accelerate's `disk_offload`
+router, tokens without (`bench_speculation.py` measures those). Where not all experts fit, the same is measured with
+`residency="ring"`: tokens, and with half of the experts prompts; there the bench also finds the length of a prompt that a layer
+computes 1.5 times as long as its experts load, and asks for memory's speed. With half and a quarter accelerate's `disk_offload`
 decodes beside it, with the pages of its files dropped before each token.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.utils import logging
 
 import paramstore as ps
-from bench_tiers import check_out
 from paramstore.bench.context import Bench
 from paramstore.bench.limits.pages import param_kind
-from paramstore.bench.limits.raw import RawFile
-from paramstore.bench.plan import Plan
-from paramstore.bench.report import machine, table
-from paramstore.bench.report.rows import Report, Row, encode
-from paramstore.bench.service.daemon import Service, serving
-from paramstore.cli.exits import exit_code
-from paramstore.cli.signals import end_as_interrupt
+from paramstore.bench.report.rows import Row
+from paramstore.bench.service.daemon import serving
 from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.engine.planner.promises import slots_promising
 from paramstore.engine.tables.arena import segment_lengths
-from paramstore.errors import ParamStoreError
-from paramstore_bench.decoding import SHARES, Answer, PairedAnswer, Work, check_logits, peer_row_of, row_of
-from paramstore_bench.offload_peer import TARGETS, drop_pages, offloaded
-from paramstore_client.device.host_slots import HostSlots
-from paramstore_client.hf.model.binding import ATTRIBUTE, layer_of
+from paramstore_bench.decode.long_prompt import LONGEST, find_long_prompt
+from paramstore_bench.decode.offload_peer import TARGETS, drop_pages, offloaded
+from paramstore_bench.decode.rows import (
+    AUTO,
+    RING,
+    SHARES,
+    Answer,
+    Cell,
+    Work,
+    check_logits,
+    count_rows_of,
+    peer_row_of,
+    row_of,
+)
+from paramstore_bench.decode.runs import VOCABULARY, Models, run
+from paramstore_bench.frame import Script
 
-RESULTS = Path(__file__).parent / "results"
 WORKS = (Work(16, new=24), Work(16), Work(64), Work(512))
 PEER_WORK = Work(16, new=4)
 """What the peer does too: it takes seconds for a token."""
 ROUNDS, QUICK_ROUNDS, PEER_ROUNDS = 9, 2, 3
 THREADS = (1, 2)
-VOCABULARY = 8192
+HIDDEN_SHARE = 0.5
+"""With as many slots a ring holds a layer and the next one."""
+EMBEDDING_STD = 1.0
+"""With 0.02, as where training begins, attention is larger than embeddings: the states of all tokens become alike from layer to
+layer, and choose the same experts. Prompts of 512 tokens used 31 to 43 of 64, 24 decoded ones 16 to 31; now 64, and 45 to 51."""
 RAW_RECORDS = 32
 SLACK_BYTES = 64 << 20
 """Beside the slots: what the daemon keeps for who else might come."""
-WAIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the model. Weights are random: routing spreads over all experts, which is the hardest case for a cache."""
+    """Sizes of the model. Weights are random, with embeddings of `EMBEDDING_STD`: routing spreads over all experts, which is the
+    hardest case for a cache."""
 
     layers: int = 4
     experts: int = 64
@@ -77,53 +82,28 @@ class Shape:
         return Qwen3MoeConfig(  # type: ignore[call-arg]  # its stub lacks one
             vocab_size=VOCABULARY, hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=16,
             num_key_value_heads=4, head_dim=self.hidden // 16, intermediate_size=self.inner, moe_intermediate_size=self.inner,
-            num_experts=self.experts, num_experts_per_tok=self.top_k, max_position_embeddings=2048, norm_topk_prob=True,
+            num_experts=self.experts, num_experts_per_tok=self.top_k, max_position_embeddings=LONGEST, norm_topk_prob=True,
         )  # fmt: skip
 
 
-QUICK = Shape(layers=2, experts=8, hidden=256, inner=256, top_k=2)
+QUICK = Shape(layers=4, experts=8, hidden=256, inner=256, top_k=2)
+
+
+SCRIPT = Script("decode", __doc__, quick="a small model: a check, not figures to quote")
 
 
 def main() -> int:
-    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model: a check, not figures to quote")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/decode-<date>.json")
-    arguments = parser.parse_args()
-    file = arguments.out or RESULTS / f"decode-{machine.now()[:10]}.json"
-    try:
-        check_out(file)
-        return measure(file, arguments.dir, is_quick=arguments.quick)
-    except ParamStoreError as error:
-        sys.stderr.write(f"bench_decode: {type(error).__name__}: {error}\n")
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return 130
-
-
-def measure(file: Path, directory: Path, *, is_quick: bool) -> int:
-    """Runs the bench, writes `file`, and prints the table."""
-    command = "python bench/bench_decode.py" + (" --quick" if is_quick else "")
-    end_as_interrupt()
+    """Runs the bench."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers left it so
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    progress, date = Console(stderr=True), machine.now()
-    shape = QUICK if is_quick else Shape()
-    rows: list[Row] = []
-    with progress.status("bench decode") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as folder:
-        bench = Bench(Plan(), Path(folder), tell=status.update)
-        started_s = bench.clock.now_s()
-        for share in SHARES:
-            rows += measure_share(bench, shape, share, rounds=QUICK_ROUNDS if is_quick else ROUNDS)
-        seconds = bench.clock.now_s() - started_s
-    report = Report(
-        machine=machine.describe(directory), commit=machine.commit(), command=command, date=date, seconds=seconds, rows=rows
-    )
-    file.write_bytes(encode(report))
-    table.render(report, Console())
-    progress.print(f"written: {file}")
-    return 1 if report.short_rows else 0
+    arguments = SCRIPT.parser().parse_args()
+    return SCRIPT.run(arguments, partial(measure, is_quick=arguments.quick))
+
+
+def measure(bench: Bench, *, is_quick: bool) -> list[Row]:
+    """Measures every share."""
+    shape, rounds = (QUICK, QUICK_ROUNDS) if is_quick else (Shape(), ROUNDS)
+    return [row for share in SHARES for row in measure_share(bench, shape, share, rounds=rounds)]
 
 
 def checkpoint_of(bench: Bench, shape: Shape) -> Path:
@@ -132,13 +112,14 @@ def checkpoint_of(bench: Bench, shape: Shape) -> Path:
     if not path.exists():
         bench.tell("making the model")
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model.model.embed_tokens.weight.data.normal_(std=EMBEDDING_STD)
         model.save_pretrained(path)
     return path
 
 
 def measure_share(bench: Bench, shape: Shape, share: float, *, rounds: int) -> list[Row]:
-    """Measures every work with this share of the experts standing, with each number of threads."""
+    """Measures every work with this share of the experts standing, with each number of threads, by use and as a ring."""
     checkpoint, slots = checkpoint_of(bench, shape), round(share * shape.keys)
     image_bytes = ps.param_schema(
         {"gate_up": ((2 * shape.inner, shape.hidden), "bfloat16"), "down": ((shape.hidden, shape.inner), "bfloat16")}
@@ -146,116 +127,70 @@ def measure_share(bench: Bench, shape: Shape, share: float, *, rounds: int) -> l
     budget_bytes = sum(segment_lengths(slots_promising(slots), image_bytes)) + SLACK_BYTES
     budget_bytes -= budget_bytes % -SEGMENT_ALIGNMENT_BYTES
     memory: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    rows: list[Row] = []
     with (
         serving(bench.directory / "store", host_budget_bytes=budget_bytes) as service,
         bench.raw_file(bench.directory, param_kind(), record_bytes=image_bytes, record_count=RAW_RECORDS) as raw,
     ):
-        bench.tell(f"{share:.0%}: loading")
-        ours = ps.hf.from_pretrained(
-            AutoModelForCausalLM, checkpoint, store=service.store, mode="infer", name="experts", expert_memory=slots,
-            dtype=torch.bfloat16,
-        )  # fmt: skip
-        service.wait_until_quiet(bench.clock)
-        models = Models(ours, memory, service, raw)
-        rows = [models.row(bench, work, share, threads, rounds=rounds) for threads in THREADS for work in WORKS]
-        if share in TARGETS:
-            bench.tell(f"{share:.0%}: the peer")
-            with bench.folder("offloaded") as folder:
-                peer = offloaded(checkpoint, folder, layers=shape.layers, share=share)
-                rows += [models.peer_row(peer, (folder, checkpoint), share, threads) for threads in THREADS]
-        return rows
+        for residency in (AUTO,) if share == max(SHARES) else (AUTO, RING):
+            bench.tell(f"{share:.0%}, {residency}: loading")
+            ours = ps.hf.from_pretrained(
+                AutoModelForCausalLM, checkpoint, store=service.store, mode="infer", name="experts", expert_memory=slots,
+                residency=residency, dtype=torch.bfloat16,
+            )  # fmt: skip
+            with ps.hf.namespace(ours):
+                service.wait_until_quiet(bench.clock)
+                models = Models(ours, memory, service, raw)
+                for threads in THREADS:
+                    torch.set_num_threads(threads)
+                    cells = [Cell(work, share, threads, residency) for work in works_of(share, residency)]
+                    rows += [row for cell in cells for row in measure_cell(bench, models, cell, rounds=rounds)]
+                    if (share, residency) == (HIDDEN_SHARE, RING):
+                        rows += measure_hidden(bench, models, threads, rounds=rounds)
+                    if share in TARGETS and residency == AUTO:
+                        rows.append(measure_peer(bench, models, checkpoint, Cell(PEER_WORK, share, threads)))
+    return rows
 
 
-class Models:
-    """Both models, and what they are measured by."""
-
-    def __init__(self, ours: Any, memory: Any, service: Service, raw: RawFile) -> None:
-        self.ours = ours
-        self.memory = memory
-        self.service = service
-        self.raw = raw
-        experts = next(layer_of(module) for module in ours.modules() if ATTRIBUTE in module.__dict__)
-        source, self._early = experts.source, experts.early
-        assert isinstance(source, HostSlots)
-        self._routers = self._early.routers
-        self.slots = source
-        for layer in source.layers:  # no slot is empty from here on, and where all experts stand nothing is read
-            for expert in range(source.experts):
-                source.acquire([(layer, expert)]).release()
-
-    def row(self, bench: Bench, work: Work, share: float, threads: int, *, rounds: int) -> Row:
-        """Measures one cell: `rounds` pairs, after one that is not counted."""
-        torch.set_num_threads(threads)
-        bench.tell(f"{share:.0%}, {threads} threads: {work.name}")
-        pairs = [self._pair(work, number) for number in range(-1, rounds)][1:]
-        facts = {"slots": float(self.slots.lease_slots), "keys": float(len(self.slots.layers) * self.slots.experts)}
-        return row_of(work, share, threads, pairs, record_bytes=self.raw.record_bytes, facts=facts)
-
-    def peer_row(self, peer: Any, folders: Sequence[Path], share: float, threads: int) -> Row:
-        """Measures decoding beside the peer, whose files lie in `folders`."""
-        torch.set_num_threads(threads)
-        pairs = []
-        for number in range(PEER_ROUNDS):
-            prompt = prompt_of(PEER_WORK, 100 + number)
-            ours = self._ours(PEER_WORK, prompt)
-            theirs = run(peer, PEER_WORK, prompt, between=partial(drop_pages, folders))
-            check_logits(ours, theirs, what=f"the peer, round {number}")
-            pairs.append((ours, theirs))
-        return peer_row_of(
-            share, threads, pairs, tokens=PEER_WORK.tokens, record_bytes=self.raw.record_bytes, bound=TARGETS[share]
-        )
-
-    def _pair(self, work: Work, number: int) -> PairedAnswer:
-        prompt = prompt_of(work, number)
-        if number % 2:
-            memory, ours = run(self.memory, work, prompt), self._ours(work, prompt)
-        else:
-            ours, memory = self._ours(work, prompt), run(self.memory, work, prompt)
-        check_logits(ours, memory, what=f"{work.name}, round {number}")
-        per_visit = max(1, round(ours.lacking_bytes / self.raw.record_bytes / (len(self.slots.layers) * max(1, work.new))))
-        rate = self.raw.read([(number + index) % RAW_RECORDS for index in range(min(per_visit, RAW_RECORDS))] * 2).rate
-        return PairedAnswer(ours, memory, rate)
-
-    def _ours(self, work: Work, prompt: Tensor) -> Answer:
-        self._early.routers = {} if work.new else self._routers  # decoding: nothing is guessed
-        return run(self.ours, work, prompt, counted=self._counts)
-
-    def _counts(self) -> tuple[float, float]:
-        """Bytes that demand lacked, and bytes that were read, so far."""
-        counts = self.slots.counts
-        read = sum(int(volume["bytes_read"]) for volume in self.service.stats()["volumes"].values())
-        return (counts.misses + counts.useful + counts.passed) * self.raw.record_bytes, read
+def works_of(share: float, residency: str) -> tuple[Work, ...]:
+    """What is measured: of a ring prompts where a layer and the next one have slots, else tokens alone."""
+    return WORKS if residency == AUTO or share == HIDDEN_SHARE else WORKS[:1]
 
 
-def prompt_of(work: Work, number: int) -> Tensor:
-    """The token ids [1, prompt] of a round: each has its own."""
-    return torch.randint(VOCABULARY, (1, work.prompt), generator=torch.Generator().manual_seed(number + 1000 * work.prompt))
+def measure_cell(bench: Bench, models: Models, cell: Cell, *, rounds: int) -> list[Row]:
+    """Measures pairs of one cell."""
+    bench.tell(f"{cell.case}: {cell.work.name}")
+    pairs = models.pairs(cell, rounds=rounds)
+    return [row_of(cell, pairs, record_bytes=models.raw.record_bytes, facts=models.facts())]
 
 
-@torch.no_grad()
-def run(
-    model: Any, work: Work, prompt: Tensor, *, counted: Any = lambda: (0.0, 0.0), between: Callable[[], None] | None = None
-) -> Answer:
-    """Times one work. In decoding the prompt goes first, untimed, and tokens are chosen greedily. between: called before each
-    forward, untimed."""
-    cache = DynamicCache(config=model.config)
-    logits: list[Tensor] = []
-    tokens = prompt
-    if work.new:
-        tokens = model(input_ids=prompt, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-    before = counted()
-    seconds, started_s = 0.0, time.perf_counter()
-    for _ in range(max(1, work.new)):
-        if between is not None:
-            seconds += time.perf_counter() - started_s
-            between()
-            started_s = time.perf_counter()
-        out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        logits.append(out.logits[:, -1])
-        tokens = logits[-1].argmax(-1, keepdim=True)
-    seconds += time.perf_counter() - started_s
-    lacking, read = (after - earlier for after, earlier in zip(counted(), before, strict=True))
-    return Answer(seconds, torch.cat(logits), lacking_bytes=min(lacking, read), read_bytes=read)
+def measure_hidden(bench: Bench, models: Models, threads: int, *, rounds: int) -> list[Row]:
+    """Finds the prompt under which the ring hides its loads, and measures pairs of it."""
+    bench.tell(f"{threads} threads: which prompt hides a ring's loads")
+    found = find_long_prompt(models)
+    cell = Cell(Work(found.tokens, hides_loads=True), HIDDEN_SHARE, threads, RING)
+    bench.tell(f"{cell.case}: {cell.work.name}")
+    pairs, record_bytes = models.pairs(cell, rounds=rounds), models.raw.record_bytes
+    row = row_of(cell, pairs, record_bytes=record_bytes, facts={**models.facts(), **found.facts()})
+    return [row, *count_rows_of(cell, pairs, record_bytes=record_bytes)]
+
+
+def measure_peer(bench: Bench, models: Models, checkpoint: Path, cell: Cell) -> Row:
+    """Measures decoding beside accelerate's `disk_offload`."""
+    bench.tell(f"{cell.case}: the peer")
+    with bench.folder("offloaded") as folder:
+        peer = offloaded(checkpoint, folder, layers=len(models.slots.layers), share=cell.share)
+
+        def decode(prompt: Tensor) -> Answer:
+            return Answer(*run(peer, cell.work, prompt, between=partial(drop_pages, (folder, checkpoint))))
+
+        pairs = [models.beside(decode, cell.work, number) for number in range(PEER_ROUNDS)]
+    for number, (ours, theirs) in enumerate(pairs):
+        check_logits(ours, theirs, what=f"the peer, round {number}")
+    against = "accelerate's disk_offload of as many layers, the page cache of its files dropped before each token"
+    return peer_row_of(
+        cell, pairs, peer="accelerate", against=against, record_bytes=models.raw.record_bytes, bound=TARGETS[cell.share]
+    )
 
 
 if __name__ == "__main__":

@@ -8,33 +8,27 @@ trainer's time is that of its steps and commits, and each step begins when the r
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from transformers.utils import logging
 
-from bench_tiers import check_out
 from paramstore.bench.context import Bench
-from paramstore.bench.plan import MIB, Plan
-from paramstore.bench.report import machine, table
-from paramstore.bench.report.rows import Report, Row, encode
+from paramstore.bench.plan import MIB
+from paramstore.bench.report.rows import Row
 from paramstore.bench.service.daemon import serving
-from paramstore.cli.exits import exit_code
-from paramstore.cli.signals import end_as_interrupt
-from paramstore.errors import ParamStoreError, StoreUnavailable
+from paramstore.errors import StoreUnavailable
 from paramstore_bench.following import Decoded, Turn, check_turns, row_of
+from paramstore_bench.frame import Script
 from training_models import Shape, Stored, save_model
 
-RESULTS = Path(__file__).parent / "results"
 READER = Path(__file__).with_name("following_reader.py")
 NAME = "followed"
 SHAPE = Shape(layers=4, experts=16, hidden=512, inner=256, top_k=4, rows=2, context=256)
@@ -51,45 +45,18 @@ SEED = 3
 END_S = 60.0
 
 
+SCRIPT = Script("following", __doc__, quick="a small model, one pair: a check, not figures to quote")
+
+
 def main() -> int:
-    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model, one pair: a check, not figures to quote")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/following-<date>.json")
-    arguments = parser.parse_args()
-    file = arguments.out or RESULTS / f"following-{machine.now()[:10]}.json"
-    try:
-        check_out(file)
-        return measure(file, arguments.dir, is_quick=arguments.quick)
-    except ParamStoreError as error:
-        sys.stderr.write(f"bench_following: {type(error).__name__}: {error}\n")
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return 130
-
-
-def measure(file: Path, directory: Path, *, is_quick: bool) -> int:
-    """Runs the bench, writes `file`, and prints the table."""
-    command = "python bench/bench_following.py" + (" --quick" if is_quick else "")
-    end_as_interrupt()
+    """Runs the bench."""
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers left it so
-    progress, date = Console(stderr=True), machine.now()
-    with progress.status("bench following") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as folder:
-        bench = Bench(Plan(), Path(folder), tell=status.update)
-        started_s = bench.clock.now_s()
-        rows = measure_all(bench, QUICK if is_quick else SHAPE, rounds=QUICK_ROUNDS if is_quick else ROUNDS)
-        seconds = bench.clock.now_s() - started_s
-    report = Report(
-        machine=machine.describe(directory), commit=machine.commit(), command=command, date=date, seconds=seconds, rows=rows
-    )
-    file.write_bytes(encode(report))
-    table.render(report, Console())
-    progress.print(f"written: {file}")
-    return 1 if report.short_rows else 0
+    arguments = SCRIPT.parser().parse_args()
+    shape, rounds = (QUICK, QUICK_ROUNDS) if arguments.quick else (SHAPE, ROUNDS)
+    return SCRIPT.run(arguments, partial(measure_all, shape=shape, rounds=rounds))
 
 
-def measure_all(bench: Bench, shape: Shape, *, rounds: int) -> list[Row]:
+def measure_all(bench: Bench, *, shape: Shape, rounds: int) -> list[Row]:
     """Makes a row for each number of the trainer's threads, over one store."""
     checkpoint, store = bench.directory / "checkpoint", bench.directory / "store"
     bench.tell("making the model")

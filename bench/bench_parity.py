@@ -6,7 +6,6 @@ bench/results/parity-<date>.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -20,13 +19,12 @@ import transformers
 from rich.console import Console
 
 import paramstore as ps
-from bench_tiers import check_out
 from paramstore.bench.report import machine
 from paramstore.demo.corpus import Corpus, open_corpus
+from paramstore_bench.frame import Script
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 from paramstore_testkit.training.parity import FAMILIES, SHORT, Comparison, Reference, Stored, Trial, batches_of, save_checkpoint
 
-HERE = Path(__file__).parent
 KERNELS = ("eager", "grouped_mm")
 THREADS = 1
 """Number of torch's threads. These tensors are small: more threads would only wait for each other."""
@@ -72,22 +70,19 @@ def cells(*, is_quick: bool) -> list[Cell]:
     return [*plain, *half, *clipped]
 
 
+SCRIPT = Script("parity", __doc__, quick="one family, few steps: a check, not figures to quote")
+
+
 def main() -> int:
     """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one family, few steps: a check, not figures to quote")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a directory for stores and checkpoints")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/parity-<date>.json")
-    arguments = parser.parse_args()
-    date, progress = machine.now(), Console(stderr=True)
-    out = arguments.out or HERE / "results" / f"parity-{date[:10]}.json"
-    check_out(out)
+    arguments = SCRIPT.parser().parse_args()
+    date, progress, out = machine.now(), Console(stderr=True), SCRIPT.file(arguments)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the library's
     torch.set_num_threads(THREADS)
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {
         "machine": {**machine.describe(arguments.dir), "transformers": transformers.__version__, "threads": THREADS},
-        "commit": machine.commit(), "command": "python bench/bench_parity.py" + (" --quick" if arguments.quick else ""),
+        "commit": machine.commit(), "command": SCRIPT.command(is_quick=arguments.quick),
         "date": date,
     }  # fmt: skip
     with progress.status("bench parity") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.dir) as folder:

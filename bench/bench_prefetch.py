@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import paramstore as ps
 from paramstore.bench.report import machine
+from paramstore_bench.frame import Script
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 
 HERE = Path(__file__).parent
@@ -36,23 +37,22 @@ SHARE = 0.25
 """Host budget as a share of the states."""
 
 
+SCRIPT = Script("prefetch", __doc__, quick="a small model: a check, not figures to quote")
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model: a check, not figures to quote")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/prefetch-<date>.json")
+    parser = SCRIPT.parser()
     parser.add_argument("--trace", type=Path, help="where the Chrome trace goes")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of is not None:
         return run_rank(arguments.rank_of)
-    date = machine.now()
+    date, out = machine.now(), SCRIPT.file(arguments)
     rows = [measure(arguments, is_planned=is_planned) for is_planned in (True, False)]
     report = {
         "machine": machine.describe(arguments.dir), "commit": machine.commit(), "date": date,
-        "command": "python bench/bench_prefetch.py" + (" --quick" if arguments.quick else ""), "rows": rows,
+        "command": SCRIPT.command(is_quick=arguments.quick), "rows": rows,
     }  # fmt: skip
-    out = arguments.out or HERE / "results" / f"prefetch-{date[:10]}.json"
     out.write_text(json.dumps(report, indent=1) + "\n")
     for row in rows:
         print(summary(row))

@@ -10,9 +10,7 @@ by byte. Logits of both ways are compared with those of the model in memory, bit
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,35 +20,29 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging
 
 import paramstore as ps
-from bench_tiers import check_out
 from paramstore.bench.context import Bench
-from paramstore.bench.plan import Plan
-from paramstore.bench.report import machine, table
-from paramstore.bench.report.rows import Report, Row, encode
+from paramstore.bench.report.rows import Row
 from paramstore.bench.service.daemon import Service, serving
-from paramstore.cli.exits import exit_code
-from paramstore.cli.signals import end_as_interrupt
 from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.core.key import ExpertKey
 from paramstore.demo.batches import held_out_batches
 from paramstore.demo.corpus import Corpus, open_corpus
 from paramstore.engine.planner.promises import slots_promising
 from paramstore.engine.tables.arena import segment_lengths
-from paramstore.errors import ParamStoreError, StepMismatch
+from paramstore.errors import StepMismatch
 from paramstore_bench.decode_model import SETTINGS
+from paramstore_bench.frame import Script
 from paramstore_bench.guesses.byte_model import Recipe, Shape, open_byte_model, widened
 from paramstore_bench.guesses.slow_volume import reading_at
 from paramstore_bench.guesses.speculating import Cell, Decoded, limited, rows_of, waits_of
 from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.hf.model.binding import ATTRIBUTE, layer_of
 
-RESULTS = Path(__file__).parent / "results"
 SHARES, BATCHES, THREADS = (0.5, 0.25, 0.1), (1, 4), (1, 2)
 LOADS_OF_COMPUTE, SLOW_SHARE = (0.5, 1.5), 0.5
 PROMPT = 32
@@ -80,44 +72,17 @@ QUICK = Size(
 )  # fmt: skip
 
 
+SCRIPT = Script("speculation", __doc__, quick="a small model: a check, not figures to quote", words="CACHE")
+
+
 def main() -> int:
-    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Runs the bench."""
+    parser = SCRIPT.parser()
     parser.add_argument("cache", type=Path, help="a directory for the corpus and the trained model")
-    parser.add_argument("--quick", action="store_true", help="a small model: a check, not figures to quote")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/speculation-<date>.json")
-    arguments = parser.parse_args()
-    file = arguments.out or RESULTS / f"speculation-{machine.now()[:10]}.json"
-    try:
-        check_out(file)
-        return measure(file, arguments.dir, arguments.cache, is_quick=arguments.quick)
-    except ParamStoreError as error:
-        sys.stderr.write(f"bench_speculation: {type(error).__name__}: {error}\n")
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return 130
-
-
-def measure(file: Path, directory: Path, cache: Path, *, is_quick: bool) -> int:
-    """Runs the bench, writes `file`, and prints the table."""
-    command = "python bench/bench_speculation.py CACHE" + (" --quick" if is_quick else "")
-    end_as_interrupt()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers left it so
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    progress, date, size = Console(stderr=True), machine.now(), QUICK if is_quick else FULL
-    with progress.status("bench speculation") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as folder:
-        bench = Bench(Plan(), Path(folder), tell=status.update)
-        started_s = bench.clock.now_s()
-        rows = Run(bench, size, cache).rows()
-        seconds = bench.clock.now_s() - started_s
-    report = Report(
-        machine=machine.describe(directory), commit=machine.commit(), command=command, date=date, seconds=seconds, rows=rows
-    )
-    file.write_bytes(encode(report))
-    table.render(report, Console())
-    progress.print(f"written: {file}")
-    return 1 if report.short_rows else 0
+    arguments = parser.parse_args()
+    return SCRIPT.run(arguments, lambda bench: Run(bench, QUICK if arguments.quick else FULL, arguments.cache).rows())
 
 
 class Run:

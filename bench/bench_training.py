@@ -11,39 +11,33 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import paramstore as ps
-from bench_tiers import check_out
 from paramstore.bench.context import GIGA, Bench
 from paramstore.bench.limits import pages
 from paramstore.bench.limits.raw import RawFile
-from paramstore.bench.plan import Plan
 from paramstore.bench.process import peak_bytes, reset_peak
-from paramstore.bench.report import machine, table
-from paramstore.bench.report.rows import SUBJECT, Report, Row, encode
+from paramstore.bench.report.rows import SUBJECT, Row
 from paramstore.bench.service.daemon import Service, serving
-from paramstore.cli.exits import exit_code
-from paramstore.cli.signals import end_as_interrupt
 from paramstore.config import Config
 from paramstore.demo.batches import BatchSampler
 from paramstore.demo.corpus import Corpus, open_corpus
 from paramstore.engine.capacity.budget import staging_bytes_of
 from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
-from paramstore.errors import ConfigError, ParamStoreError
+from paramstore.errors import ConfigError
+from paramstore_bench.frame import Script
 from paramstore_bench.step_plot import draw_training
 from paramstore_bench.training import EXACT, RULES, TARGETS, PairedStep, check_host_peak, check_losses, row_of
 from training_models import QUICK, InMemory, Shape, Step, Stored, run, save_model
 
-RESULTS = Path(__file__).parent / "results"
 MEMORY = "memory"
 DENSE = "dense.pt"
 ROUNDS, QUICK_ROUNDS = 2, 1
@@ -59,29 +53,29 @@ SMALL_IO_WORKERS, SMALL_PIECE_BYTES = 4, 4 << 20
 SEED = 3
 
 
+SCRIPT = Script("training", __doc__, quick="a small model, one budget: a check, not figures to quote", draw=draw_training)
+
+
 def main() -> int:
-    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small model, one budget: a check, not figures to quote")
+    """Runs the bench."""
+    parser = SCRIPT.parser()
     parser.add_argument("--budgets", help="shares of the states, of 1.0, 0.5, 0.25, 0.1; default: all of them")
     parser.add_argument("--rules", default=",".join(RULES), help="exact, or exact,touched: a store on the disk for each")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/training-<date>.json")
     arguments = parser.parse_args()
-    file = arguments.out or RESULTS / f"training-{machine.now()[:10]}.json"
-    default = "0.5" if arguments.quick else ",".join(map(str, TARGETS))
-    try:
-        check_out(file)
-        shares = budget_shares(arguments.budgets or default)
-        rules = arguments.rules.split(",")
-        if rules[0] != EXACT or not set(rules) <= set(RULES):
-            raise ConfigError(f"--rules {arguments.rules}: write exact, or exact,touched")
-        return measure(file, arguments.dir, shares, rules, is_quick=arguments.quick)
-    except ParamStoreError as error:
-        sys.stderr.write(f"bench_training: {type(error).__name__}: {error}\n")
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return 130
+    shape = QUICK if arguments.quick else Shape()
+    facts = {"model": f"{shape}, {shape.expert_parameters} expert parameters, bf16"}
+    return SCRIPT.run(arguments, partial(measure, arguments=arguments, shape=shape), facts=facts)
+
+
+def measure(bench: Bench, *, arguments: argparse.Namespace, shape: Shape) -> list[Row]:
+    """Measures all budgets under all rules. Raises ConfigError where the arguments name others."""
+    shares = budget_shares(arguments.budgets or ("0.5" if arguments.quick else ",".join(map(str, TARGETS))))
+    rules = arguments.rules.split(",")
+    if rules[0] != EXACT or not set(rules) <= set(RULES):
+        raise ConfigError(f"--rules {arguments.rules}: write exact, or exact,touched")
+    bench.tell("the corpus is built")
+    corpus = open_corpus(bench.directory / "corpus", size_bytes=QUICK_CORPUS_BYTES if arguments.quick else CORPUS_BYTES)
+    return measure_all(bench, shape, corpus, shares, rules, rounds=QUICK_ROUNDS if arguments.quick else ROUNDS)
 
 
 def budget_shares(text: str) -> list[float]:
@@ -90,28 +84,6 @@ def budget_shares(text: str) -> list[float]:
     if len(found) != len(text.split(",")):
         raise ConfigError(f"--budgets {text}: write some of {', '.join(map(str, TARGETS))}, with commas")
     return found
-
-
-def measure(file: Path, directory: Path, shares: list[float], rules: list[str], *, is_quick: bool) -> int:
-    """Runs the bench, writes `file` and the picture, and prints the table."""
-    command = "python bench/bench_training.py" + (" --quick" if is_quick else "")
-    end_as_interrupt()
-    progress, date = Console(stderr=True), machine.now()
-    shape, rounds = (QUICK, QUICK_ROUNDS) if is_quick else (Shape(), ROUNDS)
-    with progress.status("bench training") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as folder:
-        bench = Bench(Plan(), Path(folder), tell=status.update)
-        started_s = bench.clock.now_s()
-        bench.tell("the corpus is built")
-        corpus = open_corpus(bench.directory / "corpus", size_bytes=QUICK_CORPUS_BYTES if is_quick else CORPUS_BYTES)
-        rows = measure_all(bench, shape, corpus, shares, rules, rounds=rounds)
-        seconds = bench.clock.now_s() - started_s
-    facts = {**machine.describe(directory), "model": f"{shape}, {shape.expert_parameters} expert parameters, bf16"}
-    report = Report(machine=facts, commit=machine.commit(), command=command, date=date, seconds=seconds, rows=rows)
-    file.write_bytes(encode(report))
-    draw_training(report, file.with_suffix(".png"))
-    table.render(report, Console())
-    progress.print(f"written: {file}, {file.with_suffix('.png')}")
-    return 1 if report.short_rows else 0
 
 
 def measure_all(

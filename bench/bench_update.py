@@ -6,32 +6,24 @@ Run it on an idle machine: `python bench/bench_update.py [--quick] [--dir DIR] [
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
 import torch
-from rich.console import Console
 
-from bench_tiers import check_out
 from deepspeed_peer import VARIABLE, missing_reason, start_all
 from paramstore.bench.context import Bench
-from paramstore.bench.plan import LARGE, SMALL, Plan, RecordSize
-from paramstore.bench.report import machine, table
-from paramstore.bench.report.rows import Report, Row, encode
+from paramstore.bench.plan import LARGE, SMALL, RecordSize
+from paramstore.bench.report.rows import Row
 from paramstore.bench.service.experts import adamw_schema, rule_is_known
-from paramstore.cli.exits import exit_code
-from paramstore.cli.signals import end_as_interrupt
-from paramstore.errors import ParamStoreError
+from paramstore_bench.frame import Script
 from paramstore_bench.native_update import QUICK_CASES, SERVED_DTYPES, measure_native, measure_served
 from paramstore_bench.step_plot import draw_steps
 from paramstore_bench.update_phase import cells_of, measure_phases
 
-RESULTS = Path(__file__).parent / "results"
 PARAMETERS = 151_000_000
 """Parameters that are updated: as many as in the training that the peers were measured with."""
 STEPS, QUICK_STEPS = 9, 3
@@ -41,54 +33,32 @@ QUICK_SHARE = 16
 QUICK_RESIDENT = (None, 0.5)
 
 
+SCRIPT = Script("update", __doc__, quick="fewer and smaller records: a check, not figures to quote", draw=draw_steps)
+
+
 def main() -> int:
-    """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller records: a check, not figures to quote")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/update-<date>.json")
+    """Runs the bench. Rows left out are named in the file, with reasons."""
+    parser = SCRIPT.parser()
     parser.add_argument("--rules", default="touched,exact", help="of touched, exact: what an apply does to idle records")
     arguments = parser.parse_args()
-    file = arguments.out or RESULTS / f"update-{machine.now()[:10]}.json"
-    try:
-        check_out(file)
-        return measure(file, arguments.dir, is_quick=arguments.quick, rules=arguments.rules.split(","))
-    except ParamStoreError as error:
-        sys.stderr.write(f"bench_update: {type(error).__name__}: {error}\n")
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return 130
-
-
-def measure(file: Path, directory: Path, *, is_quick: bool, rules: list[str]) -> int:
-    """Runs the bench, writes `file` and the picture, and prints the table. Rows left out are named in the file, with reasons."""
-    command = "python bench/bench_update.py" + (" --quick" if is_quick else "")
-    end_as_interrupt()
-    progress, date = Console(stderr=True), machine.now()
-    python = os.environ.get(VARIABLE)
+    python, rules = os.environ.get(VARIABLE), arguments.rules.split(",")
     left_out = {"DeepSpeed": reason} if (reason := missing_reason(python)) else {}
     known = [rule for rule in rules if rule_is_known(rule)]
     left_out |= {f"rule {rule}": "this version does not know it" for rule in rules if not rule_is_known(rule)}
-    rows: list[Row] = []
-    with progress.status("bench update") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as folder:
-        bench = Bench(Plan(), Path(folder), tell=status.update)
-        started_s = bench.clock.now_s()
-        for size in (SMALL,) if is_quick else (LARGE, SMALL):
-            rows += measure_size(bench, size, known, None if "DeepSpeed" in left_out else python, is_quick=is_quick)
-        rows += measure_native(bench, QUICK_NATIVE_ROUNDS, QUICK_CASES) if is_quick else measure_native(bench, NATIVE_ROUNDS)
-        for size in (SMALL,) if is_quick else (LARGE, SMALL):
-            sized = replace(bench, plan=replace(bench.plan, expert_size=size))
-            rows += [measure_served(sized, dtype, QUICK_NATIVE_ROUNDS if is_quick else NATIVE_ROUNDS) for dtype in SERVED_DTYPES]
-        seconds = bench.clock.now_s() - started_s
-    facts = {**machine.describe(directory), "left_out": left_out}
-    report = Report(machine=facts, commit=machine.commit(), command=command, date=date, seconds=seconds, rows=rows)
-    file.write_bytes(encode(report))
-    draw_steps(report, file.with_suffix(".png"))
-    table.render(report, Console())
-    for name, reason in left_out.items():
-        progress.print(f"left out: {name}: {reason}")
-    progress.print(f"written: {file}, {file.with_suffix('.png')}")
-    return 1 if report.short_rows else 0
+    measure_rows = partial(measure, rules=known, python=None if "DeepSpeed" in left_out else python, is_quick=arguments.quick)
+    return SCRIPT.run(arguments, measure_rows, left_out=left_out)
+
+
+def measure(bench: Bench, *, rules: list[str], python: str | None, is_quick: bool) -> list[Row]:
+    """Measures the update phase and the native kernel, with records of each size."""
+    rows, sizes = list[Row](), (SMALL,) if is_quick else (LARGE, SMALL)
+    for size in sizes:
+        rows += measure_size(bench, size, rules, python, is_quick=is_quick)
+    rows += measure_native(bench, QUICK_NATIVE_ROUNDS, QUICK_CASES) if is_quick else measure_native(bench, NATIVE_ROUNDS)
+    for size in sizes:
+        sized = replace(bench, plan=replace(bench.plan, expert_size=size))
+        rows += [measure_served(sized, dtype, QUICK_NATIVE_ROUNDS if is_quick else NATIVE_ROUNDS) for dtype in SERVED_DTYPES]
+    return rows
 
 
 def measure_size(bench: Bench, size: RecordSize, rules: list[str], python: str | None, *, is_quick: bool) -> list[Row]:

@@ -24,12 +24,12 @@ from statistics import median, quantiles
 import msgspec
 from rich.console import Console
 
-from bench_tiers import check_out
 from paramstore.bench.report import machine, table
 from paramstore.bench.report.rows import SUBJECT, Report, Row, Target, decode, encode, judged
 from paramstore.cli.signals import end_as_interrupt
 from paramstore.clock import MonotonicClock
 from paramstore.errors import ParamStoreError
+from paramstore_bench.frame import check_out
 
 HERE = Path(__file__).resolve().parents[1]
 BENCHES = ("tiers", "commits", "update", "training")

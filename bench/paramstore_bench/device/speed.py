@@ -21,7 +21,7 @@ from paramstore.bench.service.daemon import serving
 from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.engine.planner.promises import slots_promising
 from paramstore.engine.tables.arena import segment_lengths
-from paramstore_bench.decoding import SHARES, Work
+from paramstore_bench.decode.rows import SHARES, Work
 from paramstore_bench.device.place import Place
 from paramstore_bench.device.plan import MIB, Plan
 from paramstore_client.device.tier import DeviceTier

@@ -320,7 +320,9 @@ def join(
             source = standing(namespace, slots=placement.slots, policy=policy)
         sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
         anchor = None if sentinel is None else sentinel.anchor
-        stored = ModelExperts(source, anchor=anchor, is_poisoned=namespace.is_debug, speculates=speculates)
+        stored = ModelExperts(
+            source, anchor=anchor, is_poisoned=namespace.is_debug, speculates=speculates, is_ring=policy == POLICIES["ring"]
+        )
         bind(model, stored, kernel=kernel)
     except BaseException:
         namespace.close()

@@ -40,6 +40,9 @@ from paramstore_client.source import ExpertSource
 ATTRIBUTE = "_paramstore_layer"
 APART_BYTES = 1 << 20
 """Smaller experts are copied side by side under a graph: a copy of one costs less than its own nodes."""
+WHOLE_LAYER = 0.95
+"""The part of a layer's experts whose use says that the next layer will use all of its: so at most 1.06 experts are loaded for each
+that is used."""
 
 
 class ModelExperts:
@@ -47,11 +50,13 @@ class ModelExperts:
 
     anchor: (layer) -> the leaf that the layer's node takes as an input; None where the experts get no gradients.
     is_poisoned: freed buffers are filled with NaN. speculates: whether routers are asked for guesses of the next layer's experts.
+    is_ring: whether experts stand by turns, so that a prompt which uses a layer whole has the next one loaded whole, as ring memory
+    does (SE-MoE, arXiv 2205.10034, section 3.3.2).
     """
 
     def __init__(
         self, source: ExpertSource, *, anchor: Callable[[int], Tensor | None] | None, is_poisoned: bool = False,
-        speculates: bool = True,
+        speculates: bool = True, is_ring: bool = False,
     ) -> None:  # fmt: skip
         if anchor is not None and not source.schema.is_trainable:
             raise SchemaMismatch("a param schema takes no gradients: bind the model without an anchor")
@@ -62,6 +67,7 @@ class ModelExperts:
         self.buffers = CompactBuffers(source.schema.part("param").fields, is_poisoned=is_poisoned)
         self.early = EarlyLoads(source)
         self.speculates = speculates
+        self._is_ring = is_ring
 
     def after_forward(
         self, layer: int, dispatch: Dispatch, hidden_TH: Tensor, room: int, *, records: bool = False
@@ -71,6 +77,8 @@ class ModelExperts:
         guesses are right as often then, and hardly ever in decoding. records: whether there is a graph, as buffers are filled
         without one."""
         by_use = self.schedule.begin_forward(layer, dispatch.experts, room=room, is_cyclic=not records)
+        if not records and (whole := self._whole_layer(dispatch)):
+            return whole[:room]
         by_use = by_use if records or 2 * len(dispatch.experts) >= self.source.experts else []
         following = self.schedule.following(layer)
         if following is None or following != self.schedule.expected:
@@ -84,8 +92,17 @@ class ModelExperts:
     ) -> list[ExpertKey]:  # fmt: skip
         """Keys to load ahead while `layer` computes, without a graph. found: what became of those that were loaded ahead of it."""
         by_use = self.after_forward(layer, dispatch, hidden_TH, max(0, slots - len(dispatch.experts)))
-        guessed = self.early.standing(layer, self.schedule.following(layer), hidden_TH, found)
-        return by_use if guessed is None else guessed
+        whole = self._whole_layer(dispatch)  # what finds no slot now waits for those that the visit lets go
+        guessed = self.early.standing(layer, None if whole else self.schedule.following(layer), hidden_TH, found)
+        return whole or (by_use if guessed is None else guessed)
+
+    def _whole_layer(self, dispatch: Dispatch) -> list[ExpertKey]:
+        """All keys of the layer that comes around next in a ring, the first one after the last, where this dispatch says that it
+        will be used whole; else none."""
+        following, experts = self.schedule.expected, self.source.experts
+        if not self._is_ring or following is None or len(dispatch.experts) < WHOLE_LAYER * experts:
+            return []
+        return [(following, expert) for expert in range(experts)]
 
     def after_backward(self, layer: int, room: int) -> list[ExpertKey]:
         """Keys to fetch while `layer` differentiates its last part."""

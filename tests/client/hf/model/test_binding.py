@@ -3,7 +3,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +15,13 @@ import torch
 from paramstore.core.schema import Schema
 from paramstore.errors import ConfigError, SchemaMismatch
 from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.device.host_slots import HostSlots
+from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.model.binding import ATTRIBUTE, ModelExperts, bind, layer_of
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.experts_function import stored_experts
 from paramstore_client.hf.model.layout import experts_modules
-from paramstore_testkit.training.moe_families import tiny_config
+from paramstore_testkit.training.moe_families import EXPERTS, tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens
 
 pytestmark = pytest.mark.slow
@@ -108,3 +113,52 @@ def test_under_a_graph_small_experts_and_those_that_do_not_fit_are_copied(
     twin.stored(tokens(), labels=tokens()).loss.backward()
     assert len(twin.namespace.pending) == 8 * len(twin.layout.modules), "all experts are active"
     assert bool(lent) == is_copied
+
+
+RING_LAYERS = 4
+
+
+@contextmanager
+def in_a_ring(*, on_device: bool, slots: int = 2 * EXPERTS) -> Iterator[tuple[Twin, HostSlots | DeviceTier]]:
+    """A served model of RING_LAYERS layers, with `slots` slots in the order of their turns."""
+    config = tiny_config("qwen3_moe", num_hidden_layers=RING_LAYERS, max_position_embeddings=256)
+    twin = Twin.of(config, kernel="grouped_mm", is_trained=False, lease_slots=slots + 1)
+    make = partial(DeviceTier, device="cpu") if on_device else HostSlots
+    source = make(twin.namespace, slots=slots, policy="ring")
+    with closing(source):
+        bind(twin.stored, ModelExperts(source, anchor=None, is_ring=True), kernel="grouped_mm")
+        yield twin, source
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@torch.no_grad()
+def test_a_prompt_finds_each_layer_of_a_ring_there_where_half_of_them_have_slots(on_device: bool) -> None:
+    with in_a_ring(on_device=on_device) as (twin, source):
+        for seed in range(rounds := 5):
+            ids = tokens(seed=seed, batch=4, length=100)
+            assert torch.equal(twin.stored(ids).logits, twin.stock(ids).logits)
+        counts, uses = source.counts, rounds * RING_LAYERS * EXPERTS
+        assert (counts.late, counts.misses, counts.passed) == (0, EXPERTS, 0), "but for the very first layer"
+        assert counts.hits == uses - EXPERTS
+        assert counts.loads == uses + EXPERTS, "each layer is loaded once a prompt, and goes when its turn is over; one is ahead"
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@torch.no_grad()
+def test_a_ring_that_cannot_hold_a_layer_and_the_next_loads_as_much_of_it_as_fits(on_device: bool) -> None:
+    with in_a_ring(on_device=on_device, slots=EXPERTS + 4) as (twin, source):
+        for seed in range(3):
+            before, ids = replace(source.counts), tokens(seed=seed, batch=4, length=100)
+            assert torch.equal(twin.stored(ids).logits, twin.stock(ids).logits)
+        assert source.counts.ahead - before.ahead >= 2 * RING_LAYERS
+        assert source.counts.loads - before.loads <= RING_LAYERS * EXPERTS
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@torch.no_grad()
+def test_a_token_uses_no_layer_whole_so_none_is_loaded_whole(on_device: bool) -> None:
+    with in_a_ring(on_device=on_device) as (twin, source):
+        layer_of(next(iter(experts_modules(twin.stored).values()))).early.routers = {}
+        for seed in range(4):
+            twin.stored(tokens(seed=seed)[:1, :1])
+        assert source.counts.ahead == 0

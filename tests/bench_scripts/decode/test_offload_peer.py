@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from paramstore_bench.offload_peer import drop_pages, offloaded
+from paramstore_bench.decode.offload_peer import drop_pages, offloaded
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16,

@@ -1,0 +1,122 @@
+"""The frame of a script that measures: its options, what measurements share, the report as JSON and as a table, the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from paramstore.bench.context import Bench
+from paramstore.bench.plan import Plan
+from paramstore.bench.report import machine, table
+from paramstore.bench.report.plot import check_target
+from paramstore.bench.report.rows import Report, Row, encode
+from paramstore.cli.exits import exit_code
+from paramstore.cli.signals import end_as_interrupt
+from paramstore.errors import ConfigError, ParamStoreError
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+Tell = Callable[[str], None]
+Draw = Callable[[Report, Path], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The script `bench/bench_<name>.py`. about: its docstring; quick: what `--quick` does, "" where there is no such option;
+    words: its positional arguments, as its command line shows them. draw: makes a picture beside the JSON."""
+
+    name: str
+    about: str | None
+    quick: str = ""
+    words: str = ""
+    draw: Draw | None = None
+
+    def parser(self) -> argparse.ArgumentParser:
+        """The options that benches have in common: `--quick`, `--dir`, `--out`."""
+        parser = argparse.ArgumentParser(description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if self.quick:
+            parser.add_argument("--quick", action="store_true", help=self.quick)
+        else:
+            parser.set_defaults(quick=False)
+        parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
+        parser.add_argument("--out", type=Path, help=f"the JSON file; default: bench/results/{self.name}-<date>.json")
+        return parser
+
+    def command(self, *, is_quick: bool) -> str:
+        """The command line that a report names."""
+        return f"python bench/bench_{self.name}.py" + f" {self.words}" * bool(self.words) + " --quick" * is_quick
+
+    def file(self, arguments: argparse.Namespace) -> Path:
+        """The JSON file, whose directory is there on return. Raises ConfigError where it, or the picture beside it, cannot be."""
+        file: Path = arguments.out or RESULTS / f"{self.name}-{machine.now()[:10]}.json"
+        check_out(file)
+        return file
+
+    def run(
+        self, arguments: argparse.Namespace, measure: Callable[[Bench], Sequence[Row]], *,
+        facts: Mapping[str, object] | None = None, left_out: Mapping[str, str] | None = None,
+    ) -> int:  # fmt: skip
+        """Measures in a temporary folder of `--dir`, which is removed at the end, and reports.
+
+        facts: what is said of the run beside the machine. left_out: what was not measured, and why.
+        Gives 0 when every target holds, 1 otherwise: the figures are written either way; the code of an error that ended it, and
+        130 after an interrupt.
+        """
+
+        def take(tell: Tell) -> Report:
+            date = machine.now()
+            with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.dir) as folder:
+                bench = Bench(Plan.quick() if arguments.quick else Plan(), Path(folder), tell=tell)
+                started_s = bench.clock.now_s()
+                rows = list(measure(bench))
+                seconds = bench.clock.now_s() - started_s
+            about = {**machine.describe(arguments.dir), **(facts or {}), **({} if left_out is None else {"left_out": left_out})}
+            return Report(
+                machine=about, commit=machine.commit(), command=self.command(is_quick=arguments.quick), date=date,
+                seconds=seconds, rows=rows,
+            )  # fmt: skip
+
+        return self.report(arguments, take, left_out=left_out)
+
+    def report(
+        self, arguments: argparse.Namespace, take: Callable[[Tell], Report], *, left_out: Mapping[str, str] | None = None
+    ) -> int:
+        """Writes and prints the report that `take` makes; gives what `run` gives."""
+        end_as_interrupt()
+        progress = Console(stderr=True)
+        try:
+            file = self.file(arguments)
+            with progress.status(f"bench {self.name}") as status:
+                report = take(status.update)
+        except ParamStoreError as error:
+            sys.stderr.write(f"bench_{self.name}: {type(error).__name__}: {error}\n")
+            return exit_code(error)
+        except KeyboardInterrupt:
+            return 130
+        written = [file]
+        file.write_bytes(encode(report))
+        if self.draw is not None:
+            written.append(file.with_suffix(".png"))
+            self.draw(report, written[-1])
+        table.render(report, Console())
+        for name, reason in (left_out or {}).items():
+            progress.print(f"left out: {name}: {reason}")
+        progress.print(f"written: {', '.join(map(str, written))}")
+        return 1 if report.short_rows else 0
+
+
+def check_out(file: Path) -> None:
+    """Checks that the JSON and the picture beside it can be written; makes the directory. Raises ConfigError."""
+    if file.suffix == ".png":
+        raise ConfigError(f"--out {file}: it is the JSON file; the picture lies beside it")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {file}: {error.strerror}") from error
+    check_target(file.with_suffix(".png"))
