@@ -15,6 +15,7 @@ import torch
 
 import paramstore_client as ps
 from paramstore_client.connection.address import parse_address
+from paramstore_client.handle.dense_part import DensePart
 from paramstore_client.running import RunningDaemon, find_daemon
 
 ROOT = Path(__file__).parent.parent.parent
@@ -82,6 +83,9 @@ class Run:
         """Every field of every record, as the last commit has it."""
         with ps.connect(str(self.folder / "store")) as store, store.open_namespace("experts") as reader:
             assert reader.view_step == STEPS
+            dense = DensePart.from_extra(reader.extra(STEPS))
+            assert dense is not None
+            assert dense.path.stat().st_size == dense.size_bytes, "a served model can follow it"
             return {(layer, expert): reader.read((layer, expert)) for layer in reader.layers for expert in range(reader.experts)}
 
     def end(self) -> None:

@@ -32,7 +32,7 @@ CONNECTION = tuple(
     )
 )  # fmt: skip
 """Code in which interrupts come."""
-STRIDE = 13
+STRIDE = 41
 """Of so many points one is tried; the first at random."""
 LIMIT_S = 5.0
 """Longest wait of these tests: what an interrupt has lost is waited for so long."""
@@ -119,7 +119,7 @@ def interrupted_at(point: int, daemon: FakeDaemon) -> bool:
 
 
 def test_an_interrupt_at_some_points_loses_nothing(daemon: FakeDaemon) -> None:
-    for point in (7, 20, 99, 420, 1001):
+    for point in (20, 420, 1001):
         assert interrupted_at(point, daemon)
 
 
@@ -127,7 +127,7 @@ def test_an_interrupt_at_some_points_loses_nothing(daemon: FakeDaemon) -> None:
 def test_an_interrupt_at_any_point_loses_nothing(daemon: FakeDaemon) -> None:
     first = random.randrange(1, STRIDE)
     print(f"first {first}")  # noqa: T201 - shown when it fails
-    assert sum(1 for _ in takewhile(lambda point: interrupted_at(point, daemon), count(first, STRIDE))) > 1000 // STRIDE
+    assert sum(1 for _ in takewhile(lambda point: interrupted_at(point, daemon), count(first, STRIDE))) > 2000 // STRIDE
 
 
 def test_signals_as_fast_as_a_thread_can_send_them_lose_nothing(daemon: FakeDaemon) -> None:
