@@ -86,6 +86,9 @@ class DeviceTier:
     namespace says that it goes (`before_unmap`). What is resident and used is reported every REPORT_EVERY acquires.
     """
 
+    is_on_host = False
+    """Slots are copies, its twin's on the CPU too: no lease stands."""
+
     def __init__(
         self, namespace: HostSource, slots: int, *, device: torch.device | str, policy: str = "decayed_lfu",
         layers: Sequence[int] | None = None,
@@ -118,11 +121,6 @@ class DeviceTier:
     def plan(self) -> SlotPlan:
         """Decides which keys stand."""
         return self.copies.plan
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether its slots are host memory, where leases stand: no, they are copies, its twin's on the CPU too."""
-        return False
 
     @property
     def counts(self) -> SlotCounts:
