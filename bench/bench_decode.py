@@ -1,19 +1,20 @@
 """Measures decoding and prefill of a Qwen3-MoE-shaped model through `ps.hf` with all, half, a quarter and a tenth of its experts in
 host memory, beside the same model with everything in memory and beside what its arithmetic and its lacking bytes cost.
 
-Run it on an idle machine: `python bench/bench_decode.py [--quick] [--dir DIR] [--out FILE]`. The figures go to
+Run it on an idle machine: `python bench/bench_decode.py [--quick] [--llama] [--dir DIR] [--out FILE]`. The figures go to
 bench/results/decode-<date>.json. Each round times ours and memory in alternating order on a prompt of its own, and reads as many
 raw records as a layer lacks; the logits of both are compared bit for bit. Prompts are computed with guesses of the next layer's
 router, tokens without (`bench_speculation.py` measures those). Where not all experts fit, the same is measured with
 `residency="ring"`: tokens, and with half of the experts prompts; there the bench also finds the length of a prompt that a layer
 computes 1.5 times as long as its experts load, and asks for memory's speed. With half and a quarter accelerate's `disk_offload`
-decodes beside it, with the pages of its files dropped before each token.
+decodes beside it, and with `--llama` llama.cpp on a mapped file, with the pages of their files dropped before each token.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from paramstore.bench.service.daemon import serving
 from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.engine.planner.promises import slots_promising
 from paramstore.engine.tables.arena import segment_lengths
+from paramstore_bench.decode.llama_peer import check_near, mapped, missing_reason, write_gguf
 from paramstore_bench.decode.long_prompt import LONGEST, find_long_prompt
 from paramstore_bench.decode.offload_peer import TARGETS, drop_pages, offloaded
 from paramstore_bench.decode.rows import (
@@ -45,7 +47,7 @@ from paramstore_bench.decode.rows import (
     peer_row_of,
     row_of,
 )
-from paramstore_bench.decode.runs import VOCABULARY, Models, run
+from paramstore_bench.decode.runs import VOCABULARY, Models, prompt_of, run
 from paramstore_bench.frame import Script
 
 WORKS = (Work(16, new=24), Work(16), Work(64), Work(512))
@@ -61,6 +63,10 @@ layer, and choose the same experts. Prompts of 512 tokens used 31 to 43 of 64, 2
 RAW_RECORDS = 32
 SLACK_BYTES = 64 << 20
 """Beside the slots: what the daemon keeps for who else might come."""
+
+
+MeasurePeer = Callable[[Bench, Models, Path, Cell], Row]
+"""(bench, models, the model's checkpoint, cell) -> the row of decoding beside a peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +100,22 @@ SCRIPT = Script("decode", __doc__, quick="a small model: a check, not figures to
 
 def main() -> int:
     """Runs the bench."""
+    parser = SCRIPT.parser()
+    parser.add_argument("--llama", action="store_true", help="llama.cpp beside it: needs the packages llama_cpp_python and gguf")
+    arguments = parser.parse_args()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers left it so
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    arguments = SCRIPT.parser().parse_args()
-    return SCRIPT.run(arguments, partial(measure, is_quick=arguments.quick))
+    left_out = {"llama.cpp": reason} if arguments.llama and (reason := missing_reason()) else {}
+    script = replace(SCRIPT, words="--llama") if arguments.llama else SCRIPT
+    measure_rows = partial(measure, is_quick=arguments.quick, with_llama=arguments.llama and not left_out)
+    return script.run(arguments, measure_rows, left_out=left_out)
 
 
-def measure(bench: Bench, *, is_quick: bool) -> list[Row]:
+def measure(bench: Bench, *, is_quick: bool, with_llama: bool) -> list[Row]:
     """Measures every share."""
     shape, rounds = (QUICK, QUICK_ROUNDS) if is_quick else (Shape(), ROUNDS)
-    return [row for share in SHARES for row in measure_share(bench, shape, share, rounds=rounds)]
+    peers = (measure_accelerate, measure_llama) if with_llama else (measure_accelerate,)
+    return [row for share in SHARES for row in measure_share(bench, shape, share, peers, rounds=rounds)]
 
 
 def checkpoint_of(bench: Bench, shape: Shape) -> Path:
@@ -118,7 +130,7 @@ def checkpoint_of(bench: Bench, shape: Shape) -> Path:
     return path
 
 
-def measure_share(bench: Bench, shape: Shape, share: float, *, rounds: int) -> list[Row]:
+def measure_share(bench: Bench, shape: Shape, share: float, peers: Sequence[MeasurePeer], *, rounds: int) -> list[Row]:
     """Measures every work with this share of the experts standing, with each number of threads, by use and as a ring."""
     checkpoint, slots = checkpoint_of(bench, shape), round(share * shape.keys)
     image_bytes = ps.param_schema(
@@ -148,7 +160,9 @@ def measure_share(bench: Bench, shape: Shape, share: float, *, rounds: int) -> l
                     if (share, residency) == (HIDDEN_SHARE, RING):
                         rows += measure_hidden(bench, models, threads, rounds=rounds)
                     if share in TARGETS and residency == AUTO:
-                        rows.append(measure_peer(bench, models, checkpoint, Cell(PEER_WORK, share, threads)))
+                        cell = Cell(PEER_WORK, share, threads)
+                        bench.tell(f"{cell.case}: the peers")
+                        rows += [measure_peer(bench, models, checkpoint, cell) for measure_peer in peers]
     return rows
 
 
@@ -175,9 +189,8 @@ def measure_hidden(bench: Bench, models: Models, threads: int, *, rounds: int) -
     return [row, *count_rows_of(cell, pairs, record_bytes=record_bytes)]
 
 
-def measure_peer(bench: Bench, models: Models, checkpoint: Path, cell: Cell) -> Row:
+def measure_accelerate(bench: Bench, models: Models, checkpoint: Path, cell: Cell) -> Row:
     """Measures decoding beside accelerate's `disk_offload`."""
-    bench.tell(f"{cell.case}: the peer")
     with bench.folder("offloaded") as folder:
         peer = offloaded(checkpoint, folder, layers=len(models.slots.layers), share=cell.share)
 
@@ -186,11 +199,25 @@ def measure_peer(bench: Bench, models: Models, checkpoint: Path, cell: Cell) -> 
 
         pairs = [models.beside(decode, cell.work, number) for number in range(PEER_ROUNDS)]
     for number, (ours, theirs) in enumerate(pairs):
-        check_logits(ours, theirs, what=f"the peer, round {number}")
+        check_logits(ours, theirs, what=f"accelerate, round {number}")
     against = "accelerate's disk_offload of as many layers, the page cache of its files dropped before each token"
     return peer_row_of(
         cell, pairs, peer="accelerate", against=against, record_bytes=models.raw.record_bytes, bound=TARGETS[cell.share]
     )
+
+
+def measure_llama(bench: Bench, models: Models, checkpoint: Path, cell: Cell) -> Row:
+    """Measures decoding beside llama.cpp's mmap."""
+    file = checkpoint.with_suffix(".gguf")
+    if not file.exists():
+        write_gguf(models.memory, file)
+    kept = round(cell.share * len(models.slots.layers))
+    with mapped(file, threads=cell.threads, layers_kept=kept) as peer:
+        prompt = prompt_of(PEER_WORK, -1)
+        check_near(run(models.memory, Work(prompt.numel()), prompt)[1], peer.read(prompt))
+        pairs = [models.beside(partial(peer.decode, cell.work), cell.work, number) for number in range(PEER_ROUNDS)]
+    against = "llama.cpp on a mapped GGUF in bf16, experts of as many layers kept, pages of the others dropped before each token"
+    return peer_row_of(cell, pairs, peer="llama.cpp", against=against, record_bytes=models.raw.record_bytes, bound=None)
 
 
 if __name__ == "__main__":

@@ -62,21 +62,20 @@ class Models:
         """Times ours. Guesses of the next router are for prompts alone."""
         self._early.routers = {} if work.new else self._routers
         before, read_before = replace(self.slots.counts), 0.0
-        outstanding = 0
 
         def begin() -> None:
-            nonlocal before, read_before, outstanding
+            nonlocal before, read_before
             self._wait_until_idle()
             before, read_before = replace(self.slots.counts), self._bytes_read()
-            outstanding = before.ahead - before.useful - before.wasted
 
         seconds, logits = run(self.ours, work, prompt, begin=begin)
         after = self.slots.counts
         absent = after.misses + after.passed - before.misses - before.passed
         late, hits = after.late - before.late, after.hits - before.hits
-        found = max(0, after.useful - before.useful - outstanding)  # loaded ahead since the clock started
+        stood = before.ahead - before.useful - before.wasted  # at most: loaded ahead before the clock started
+        brought = max(0, after.useful - before.useful - stood)
         self._wait_until_idle()
-        lacking_bytes = (absent + found) * self.raw.record_bytes
+        lacking_bytes = (absent + brought) * self.raw.record_bytes
         read_bytes = self._bytes_read() - read_before
         used = Used(absent + late + hits, absent, late, min(lacking_bytes, read_bytes), read_bytes)
         return Answer(seconds, logits, used)
