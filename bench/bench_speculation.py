@@ -64,7 +64,7 @@ class Size:
     rounds: int
 
 
-FULL = Size(Recipe(), Shape(hidden=1024, inner=704, heads=32), SETTINGS.corpus_bytes, new=40, rounds=4)
+FULL = Size(Recipe(), Shape(hidden=1024, inner=704, heads=32), SETTINGS.corpus_bytes, new=30, rounds=3)
 SMALL = Shape(layers=2, experts=8, hidden=32, inner=16, heads=2, top_k=2)
 QUICK = Size(
     Recipe(shape=SMALL, batch=4, context=64, steps=20, warmup_steps=2, bits_max=99.0),
