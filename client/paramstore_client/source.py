@@ -11,15 +11,16 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import ParamStoreError
 from paramstore.policy.slot_visit import SlotCounts
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _log = logging.getLogger(__name__)
 

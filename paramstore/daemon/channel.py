@@ -51,13 +51,14 @@ class Channel:
     def _readable(self) -> None:
         """Reads until nothing is there, the rest in a later turn: of a client that closed and left answers unread uvloop tells
         once, and never again of what there is to read, nor of the end."""
-        for _ in range(READS_MAX):
-            if self._is_closed or not self._read():
+        for number in range(READS_MAX):
+            if self._is_closed or not self._read(may_end=number == 0):
                 return
         self._loop.call_soon(self._readable)
 
-    def _read(self) -> bool:
-        """Takes what one read brings; False where nothing was there, or nothing comes any more."""
+    def _read(self, *, may_end: bool) -> bool:
+        """Takes what one read brings; False where nothing was there, or nothing comes any more. may_end: else the end, which follows
+        requests here, is for a later turn, so that what can be answered at once is."""
         try:
             length_bytes = self._socket.recv_into(_read_buffer)
         except (BlockingIOError, InterruptedError):
@@ -66,7 +67,10 @@ class Channel:
             self.close(error)
             return False
         if not length_bytes:
-            self.close(None)
+            if may_end:
+                self.close(None)
+            else:
+                self._loop.call_soon(self._readable)
             return False
         try:
             for body in self._decoder.feed(_read_buffer[:length_bytes]):

@@ -147,7 +147,7 @@ class PromiseMachine(RuleBasedStateMachine):
                 for view in asked:
                     self.release_to(view, view.lease_slots + view.loan.may_keep)
                     planner.loans.take_back(view, view.loan.may_keep)
-                whole = planner.views._promise(namespace, is_writer=is_writer, world_size=1, least=least)
+                whole = planner.views._promise(namespace, is_writer=is_writer, world_size=1, least=least, most=None)
                 assert planner.views.recall(namespace, is_writer=is_writer, least=least) == (0, [])
                 assert planner.views.promise(namespace, is_writer=is_writer, least=least) == whole
             assert all(planner.loans.lend(view, 24) == view.loan.count <= loans[view] for view in self.live()), "nothing is lent"

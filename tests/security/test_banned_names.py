@@ -37,6 +37,10 @@ ALLOWED = {
         "a training of a bench goes on from the state that it saved itself, weights only, in the directory that its user names",
     ("bench/paramstore_bench/guesses/byte_model.py", "torch.load"):
         "as that one: the state of the bench's own training, weights only, in the directory that its user names",
+    ("bench/paramstore_bench/decode/llama_peer.py", "importlib.import_module"):
+        "two packages that are there or not, named in this file",
+    ("testkit/paramstore_testkit/interrupts.py", "types.CodeType"):
+        "the kind of what a frame runs: none is made by it",
     ("testkit/paramstore_testkit/streams/faults.py", "compile"):
         "a wait of our own source is taken away, to see that a test notices",
     ("testkit/paramstore_testkit/streams/faults.py", "importlib.import_module"):
