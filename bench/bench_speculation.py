@@ -142,6 +142,7 @@ class Run:
     def _cell(self, beside: Beside, cell: Cell) -> list[Row]:
         torch.set_num_threads(cell.threads)
         self.bench.tell(cell.case)
+        beside.forget()
         rounds = [self._round(beside, cell, number) for number in range(self.size.rounds + 1)][1:]  # the first is not counted
         pairs, compute_s = [pair for pair, _ in rounds], median(seconds for _, seconds in rounds)
         return rows_of(cell, pairs, tokens=2 * cell.batch * self.size.new, compute_s=compute_s, record_bytes=self.image_bytes)
@@ -182,6 +183,10 @@ class Beside:
         if not hasattr(namespace.begin_acquire, "asked"):
             setattr(namespace, "begin_acquire", _noting(namespace.begin_acquire))  # noqa: B010 - a method of an instance
         self._asked = namespace.begin_acquire.asked  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        """Forgets which way was faster: other threads, and another volume, are tried anew."""
+        self._early.gains.clear()
 
     @contextmanager
     def speculating(self, *, is_on: bool) -> Iterator[None]:

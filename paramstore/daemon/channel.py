@@ -57,8 +57,8 @@ class Channel:
         self._loop.call_soon(self._readable)
 
     def _read(self, *, may_end: bool) -> bool:
-        """Takes what one read brings; False where nothing was there, or nothing comes any more. may_end: else the end, which follows
-        requests here, is for a later turn, so that what can be answered at once is."""
+        """Takes what one read brings; False where nothing was there, or nothing comes any more. may_end: else the end, which
+        follows requests here, is for a later turn, so that what can be answered at once is."""
         try:
             length_bytes = self._socket.recv_into(_read_buffer)
         except (BlockingIOError, InterruptedError):

@@ -165,6 +165,10 @@ class SlotPlan:
             self.counts.late += not held.is_ready
         held.users += 1
         visit.through.append(held)
+        taken = len(visit.held) + len(visit.through) + visit.passing_slots
+        spare = min(visit.passing_slots, max(0, taken - self.held_most) if visit.waiting else visit.passing_slots)
+        visit.passing_slots -= spare  # what stood already has taken the place of a kept slot
+        self._kept_free -= spare
         return held
 
     def _keep_one(self, visit: SlotVisit) -> None:

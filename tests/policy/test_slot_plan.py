@@ -810,3 +810,24 @@ class Slots:
         counts = plan.counts
         assert (counts.hits, counts.late, counts.misses, counts.passed) == (self.hits, self.late, self.misses, self.passed), where
         assert (counts.wasted, counts.useful) == (self.wasted, self.useful), where
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_visit_that_passes_by_never_takes_the_slots_that_it_leaves_to_others(seed: int) -> None:
+    numbers = random.Random(seed)
+    plan = SlotPlan(4, Lru(), held_most=3)
+    for _ in range(40):
+        visit = plan.visit(numbers.sample(range(9), 9), may_pass=True)
+        while visit.waiting or visit.through:
+            held = plan.let_in(visit)
+            assert len(visit.held) + len(visit.through) + visit.passing_slots <= plan.held_most
+            assert visit.waiting or not visit.passing_slots, "nothing is left for what it keeps"
+            other = plan.visit([numbers.randrange(9, 12)], may_pass=True)  # another thread's finds a slot at any time
+            for load in other.loads:
+                plan.arrive(load)
+            plan.end_visit(other)
+            if held is not None:
+                plan.arrive(held)
+            if visit.through and (held is None or numbers.random() < 0.5):
+                plan.let_out(visit, numbers.choice(visit.through))
+        plan.end_visit(visit)

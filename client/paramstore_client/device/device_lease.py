@@ -175,6 +175,8 @@ class DeviceTicket:
         self.is_settled = False
         self.on_host: Sequence[ExpertKey] | None = None
         """What the host has brought of it and is not copied yet; None while that is not known."""
+        self.given_up: set[int] = set()
+        """Layers that have begun, or were skipped, since it was asked for: nothing is copied ahead of them any more."""
         self._tier = tier
 
     def done(self) -> bool:

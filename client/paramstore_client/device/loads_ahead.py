@@ -18,7 +18,7 @@ from paramstore.policy.slot_visit import Held
 from paramstore_client.source import HostSource, HostTicket, LeaseTicket
 
 AHEAD_MAX = 256
-"""Most loads ahead whose outcome is awaited; beyond it the oldest counts as not arrived."""
+"""Most loads ahead whose outcome is awaited, or two whole layers; beyond it the oldest counts as not arrived."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class LoadsAhead:
                 self._give_up(plan, loads[place:])
                 raise
             self._under_way.append((ticket, held))
-            if len(self._under_way) > AHEAD_MAX:
+            if len(self._under_way) > max(AHEAD_MAX, 2 * self._namespace.experts):
                 self._give_up(plan, [self._under_way.popleft()[1]])
         return ticket
 

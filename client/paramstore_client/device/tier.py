@@ -344,7 +344,8 @@ class DeviceTier:
             result = ticket.host.wait()
             self.counts.ahead_bytes += result["bytes"]
             # The host takes keys in their order, so what it had no room for is at the end; asking for it would wait for the volume.
-            ticket.on_host = ticket.keys[: len(ticket.keys) - result["skipped"]]
+            there = ticket.keys[: len(ticket.keys) - result["skipped"]]
+            ticket.on_host = [key for key in there if key[0] not in ticket.given_up]
         while ticket.on_host:
             most = self.copies.ahead_keys
             if not most:
@@ -357,9 +358,11 @@ class DeviceTier:
 
     def _forget_ahead(self, layers: Iterable[int]) -> None:
         """Gives up what still waits to be copied ahead of visits that begin, or are skipped: demand loads what is used of it."""
-        if self._prefetches and (waiting := self._prefetches[0].on_host):
-            over = set(layers)
-            self._prefetches[0].on_host = [key for key in waiting if key[0] not in over]
+        over = set(layers)
+        for ticket in self._prefetches:
+            ticket.given_up |= over
+            if ticket.on_host:
+                ticket.on_host = [key for key in ticket.on_host if key[0] not in over]
 
     def _forget_memory(self, address: int, length_bytes: int) -> None:
         # No copy from there is under way, unless the store was closed under it: leases keep memory mapped.

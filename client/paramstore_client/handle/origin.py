@@ -13,11 +13,12 @@ PATH_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The checkpoint of an import. fingerprint: of its experts. source: its path at that time, for people. step: that it made."""
+    """The checkpoint of an import. fingerprint: of its experts. source: its path at that time, for people. step: that it made; None
+    where an older note does not say."""
 
     fingerprint: str
     source: str
-    step: int = 0
+    step: int | None = 0
 
     def to_extra(self) -> bytes:
         noted = {"fingerprint": self.fingerprint, "source": self.source[:PATH_MAX], "step": self.step}
@@ -28,6 +29,7 @@ class Origin:
         """The origin that `to_extra` packed, beside a dense part or alone; None if the bytes are anything else."""
         try:
             begun = json.loads(callers_extra(extra))["import"]
-            return cls(str(begun["fingerprint"]), str(begun["source"]), int(begun.get("step", 0)))  # older notes have none
+            step = begun.get("step")
+            return cls(str(begun["fingerprint"]), str(begun["source"]), None if step is None else int(step))
         except (CheckpointError, ValueError, KeyError, TypeError):
             return None

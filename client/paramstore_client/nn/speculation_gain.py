@@ -20,8 +20,9 @@ LEAST_GAIN = 0.02
 
 @dataclass(slots=True)
 class SpeculationGain:
-    """Owner of what forwards of one size took with guesses and without. A forward is known by the layer that was first seen; its
-    time ends with its last layer's begin, so that what lies between two forwards counts for neither."""
+    """Owner of what forwards of one size took with guesses and without. The time of a forward is from its first layer's begin to
+    its last layer's end, so that what lies between two forwards counts for neither. Layers come in ascending order; what begins
+    below another layer and has fewer, as a checkpoint's recomputation, is no forward."""
 
     is_on: bool = True
     """Whether this forward guesses."""
@@ -30,20 +31,27 @@ class SpeculationGain:
     _stay: int = FIRST_STAY // 2
     _seconds: list[float] = field(default_factory=list)
     _of_chosen_s: float = 0.0
-    _first_layer: int | None = None
-    _began_s: float | None = None
-    _newest_s: float = 0.0
+    _layers: list[int] = field(default_factory=list)
+    """Those that this forward has begun."""
+    _most_layers: int = 1
+    _began_s: float = 0.0
+    _ended_s: float = 0.0
 
     def begin_layer(self, layer: int, now_s: float) -> bool:
         """Notes that `layer` begins. Whether to guess."""
-        if self._first_layer is None:
-            self._first_layer = layer
-        if layer == self._first_layer:
-            if self._began_s is not None:
-                self._end_forward(self._newest_s - self._began_s)
+        if self._layers and layer <= self._layers[-1]:
+            if len(self._layers) >= self._most_layers:
+                self._most_layers = len(self._layers)
+                self._end_forward(self._ended_s - self._began_s)
+            self._layers = []
+        if not self._layers:
             self._began_s = now_s
-        self._newest_s = now_s
+        self._layers.append(layer)
         return self.is_on
+
+    def end_layer(self, now_s: float) -> None:
+        """Notes that the layer that began last ends."""
+        self._ended_s = now_s
 
     def _end_forward(self, seconds: float) -> None:
         self._seconds = [*self._seconds, seconds][-TRIAL:]

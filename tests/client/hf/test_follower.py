@@ -143,7 +143,7 @@ def test_experts_in_device_slots_follow_and_what_has_not_changed_is_not_copied_a
     expert_bytes = sum(field.length_bytes for field in tier.schema.part("param").fields)
     for number in range(4):
         followed = ps.hf.follow(served)
-        assert (followed.step, followed.has_moved, moved) == (job.step, number > 0, []), "loaded at that step" if not number else number
+        assert (followed.step, followed.has_moved, moved) == (job.step, number > 0, []), "first it is there already"
         changed = followed.changed_keys if number else len(keys)
         assert changed
         assert not number or changed < len(keys)

@@ -8,14 +8,17 @@ import pytest
 
 from paramstore_client.nn.speculation_gain import FIRST_STAY, LONGEST_STAY, TRIAL, SpeculationGain
 
-LAYERS = (3, 4, 5)
-
 
 class Forwards:
-    """Forwards of three layers on a clock of their own. with_s, without_s: what one takes up to its last layer's begin."""
+    """Forwards on a clock of their own. with_s, without_s: what one takes. recomputes: whether a backward follows each of them."""
 
-    def __init__(self, with_s: float, without_s: float, *, spread: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self, with_s: float, without_s: float, *, layers: tuple[int, ...] = (3, 4, 5), spread: float = 0.0, seed: int = 0,
+        recomputes: bool = False,
+    ) -> None:  # fmt: skip
         self.gain = SpeculationGain()
+        self.layers = layers
+        self.recomputes = recomputes
         self.seconds = {True: with_s, False: without_s}
         self.spread = spread
         self.random = random.Random(seed)
@@ -25,13 +28,19 @@ class Forwards:
         """Which of so many forwards guessed."""
         guessed = []
         for _ in range(count):
-            ways = {self.gain.begin_layer(LAYERS[0], self.now_s)}
             took_s = self.seconds[self.gain.is_on] * self.random.uniform(1 - self.spread, 1 + self.spread)
-            for layer in LAYERS[1:]:
-                self.now_s += took_s / 2
+            ways = set[bool]()
+            for layer in self.layers:
                 ways.add(self.gain.begin_layer(layer, self.now_s))
-            self.now_s += self.random.uniform(0, 100)  # until the next forward, for what somebody else does
+                self.now_s += took_s / len(self.layers)
+                self.gain.end_layer(self.now_s)
             (way,) = ways  # no forward goes both ways
+            for layer in reversed(self.layers):  # a checkpoint's recomputation
+                self.now_s += 5.0 if self.recomputes else 0.0
+                if self.recomputes:
+                    self.gain.begin_layer(layer, self.now_s)
+                    self.gain.end_layer(self.now_s + 1.0)
+            self.now_s += self.random.uniform(0, 100)  # until the next forward, for what somebody else does
             guessed.append(way)
         return guessed
 
@@ -41,9 +50,13 @@ def test_both_ways_are_tried_first() -> None:
     assert Forwards(1.0, 1.0).run(2 * TRIAL) == [True] * TRIAL + [False] * TRIAL
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("layers", [(0,), (0, 1), (3, 4, 5), tuple(range(40))])
 @pytest.mark.parametrize(("with_s", "is_on"), [(0.9, True), (0.99, False), (1.0, False), (1.2, False)])
-def test_the_faster_way_stays_and_no_gain_is_as_bad_as_a_loss(with_s: float, is_on: bool) -> None:
-    forwards = Forwards(with_s, 1.0, spread=0.005)
+def test_the_faster_way_stays_and_no_gain_is_as_bad_as_a_loss(
+    with_s: float, is_on: bool, layers: tuple[int, ...], recomputes: bool
+) -> None:
+    forwards = Forwards(with_s, 1.0, layers=layers, spread=0.005, recomputes=recomputes and len(layers) > 1)
     forwards.run(2 * TRIAL)
     assert forwards.run(FIRST_STAY) == [is_on] * FIRST_STAY
     assert forwards.run(TRIAL) == [not is_on] * TRIAL, "it is tried again"

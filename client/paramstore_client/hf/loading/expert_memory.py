@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class ExpertMemory:
         try:
             yield
         except CapacityError as error:
-            asked = f"min_lease_slots={slots}"
-            if self.given is None or asked not in str(error):
+            asked = rf"min_lease_slots={slots}\b"
+            if self.given is None or not re.search(asked, str(error)):
                 raise
-            raise CapacityError(str(error).replace(asked, f"expert_memory={self.given!r} takes {slots} slots")) from error
+            raise CapacityError(re.sub(asked, lambda _: f"expert_memory={self.given!r} takes {slots} slots", str(error))) from error

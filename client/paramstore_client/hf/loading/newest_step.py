@@ -140,7 +140,7 @@ def take_dense(
             _log.info("%r: experts and dense weights are of step %s, and none of %s", namespace.name, moved.step, path)
     else:
         origin = Origin.from_extra(extra)
-        is_older = origin is not None and origin.step != step and is_imported_from()
+        is_older = origin is not None and origin.step not in (None, step) and is_imported_from()
         reason = names_none(step) if is_older else None
     if reason is not None:
         warnings.warn(

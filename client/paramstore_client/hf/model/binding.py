@@ -132,6 +132,12 @@ class LayerExperts(Unpicklable):
 
     def run(self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
         """Runs the module's kernel on the tokens; returns [T, H]: transformers' contract of an experts function."""
+        self.early.begin_layer(self.layer, len(hidden_TH))
+        y_TH = self._run(module, hidden_TH, ids_TK, gate_TK)
+        self.early.end_layer()
+        return y_TH
+
+    def _run(self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
         assert self._kernel is not None, "a registry module has a kernel"
         early = self._model.early
         guesses_G = early.votes_on_device(self._model.schedule.following(self.layer), hidden_TH)

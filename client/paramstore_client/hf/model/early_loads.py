@@ -79,8 +79,10 @@ class EarlyLoads:
         self.routers: Mapping[int, EarlyRouter] = {}
         """By layer; empty where nothing is guessed."""
         self._source = source
-        self._gains: defaultdict[int, SpeculationGain] = defaultdict(SpeculationGain)
+        self.gains: defaultdict[int, SpeculationGain] = defaultdict(SpeculationGain)
         """By the size of a batch."""
+        self._gain = SpeculationGain()
+        """Of the layer that began last."""
         self._slots = source if isinstance(source, SlotSource) else None
         self._standing = self._slots if self._slots is not None and self._slots.is_on_host else None
         self._newest: tuple[int, frozenset[ExpertKey], AheadTicket] | None = None
@@ -106,10 +108,19 @@ class EarlyLoads:
             loaded_bytes=self._loaded_bytes if self._slots is None else self._slots.counts.ahead_bytes,
         )  # fmt: skip
 
-    def _admit(self, following: int, tokens: int) -> int:
-        """How many guesses for layer `following` may be loaded ahead of its visit, beside `tokens` that are computed now."""
-        is_on = self._gains[tokens.bit_length()].begin_layer(following, self.clock.now_s())
-        return self.speculation.admit(tokens) if is_on else 0
+    def begin_layer(self, layer: int, tokens: int) -> None:
+        """Notes that `layer` begins to compute so many tokens. Whether forwards of so many are faster with guesses is tried."""
+        if self.routers:
+            self._gain = self.gains[tokens.bit_length()]
+            self._gain.begin_layer(layer, self.clock.now_s())
+
+    def end_layer(self) -> None:
+        """Notes that the layer that began last has computed."""
+        self._gain.end_layer(self.clock.now_s())
+
+    def _admit(self, tokens: int) -> int:
+        """How many guesses may be loaded ahead of the next layer's visit, beside `tokens` that are computed now."""
+        return self.speculation.admit(tokens) if self._gain.is_on else 0
 
     # --- guesses where leases stand ---
 
@@ -125,7 +136,7 @@ class EarlyLoads:
         if following is None or following not in self.routers:
             return None
         tokens = len(hidden_TH)
-        admitted = self._admit(following, tokens)
+        admitted = self._admit(tokens)
         experts = self.routers[following].guess(hidden_TH) if admitted else []
         likely = experts[: ceil(LIKELY * len(experts))]
         lacking = source.lacking([(following, expert) for expert in likely])[:admitted]
@@ -139,7 +150,7 @@ class EarlyLoads:
         host memory, where it is made later."""
         router = None if following is None else self.routers.get(following)
         is_there = isinstance(self._source, DeviceTier) or hidden_TH.device.type != "cpu"
-        return router.votes(hidden_TH) if router is not None and is_there else None
+        return router.votes(hidden_TH) if router is not None and is_there and self._gain.is_on else None
 
     def judge(self, layer: int, experts: Sequence[int]) -> None:
         """Takes in what became of the guesses for `layer`, which chose `experts` and has asked for none of them yet."""
@@ -162,7 +173,7 @@ class EarlyLoads:
             return []
         tokens = len(hidden_TH)
         router = self.routers.get(following)
-        if router is None or not (admitted := self._admit(following, tokens)):
+        if router is None or not (admitted := self._admit(tokens)):
             return []
         source, experts = self._source, router.ranked(votes_E) if votes_E else router.guess(hidden_TH)
         guesses = [(following, expert) for expert in experts]

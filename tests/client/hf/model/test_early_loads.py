@@ -67,19 +67,29 @@ def test_only_the_likeliest_guesses_are_loaded_into_slots_on_the_host(monkeypatc
         assert experts.early.standing(0, 1, torch.zeros(2, 32), (0, 0)) == [(1, 3)]
 
 
-def test_guesses_that_make_forwards_slower_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("costs", [True, False])
+def test_guesses_end_where_forwards_are_slower_with_them(costs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of two layers. A layer takes a second more where it guesses, or where it does not."""
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False, lease_slots=12)
-    clock, early = ManualClock(), rebound(twin, HostSlots(twin.namespace)).early
+    source, clock = HostSlots(twin.namespace), ManualClock()
+    early = rebound(twin, source).early
     early.clock = clock
-    asked = []
-    with guessing(monkeypatch, [3]):
-        for _ in range(3 * TRIAL):
-            asked.append(early.standing(1, 0, torch.zeros(1, 32), (0, 0)))
-            clock.advance(2.0 if asked[-1] else 1.0)
-            early.standing(0, 1, torch.zeros(1, 32), (0, 0))
-    assert asked == [[(0, 3)]] * TRIAL + [[]] * (2 * TRIAL)
-    with guessing(monkeypatch, [3]):
-        assert early.standing(1, 0, torch.zeros(2, 32), (0, 0)) == [(0, 3)], "another size of a batch is tried by itself"
+    guess, asked = early.standing, list[bool]()
+
+    def timed(*given: Any) -> Any:
+        is_on = early.gains[1].is_on
+        asked.append(is_on)
+        clock.advance(2.0 if is_on == costs else 1.0)
+        return guess(*given)
+
+    monkeypatch.setattr(early, "standing", timed)
+    with torch.no_grad():
+        for seed in range(3 * TRIAL):
+            twin.stored(tokens(seed=seed)[:1, :1])
+    ways = asked[::2]
+    assert len(ways) == 3 * TRIAL
+    assert ways == [True] * TRIAL + [False] * TRIAL + [not costs] * TRIAL
+    assert early.gains[2].is_on, "another size of a batch is tried by itself"
 
 
 def prefetches_of_training(lease_slots: int, *, speculates: bool) -> list[tuple[Any, ...]]:
