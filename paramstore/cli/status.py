@@ -42,6 +42,7 @@ def status(
 def _print(stats: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from paramstore.storage.space.fences import WAY_ON
 
@@ -68,13 +69,14 @@ def _print(stats: dict[str, Any]) -> None:
     for index, volume in stats["volumes"].items():
         mode = " ".join(filter(None, (volume["mode"], volume.get("granularity"))))
         sizes = [format_size(volume[name]) for name in ("size_bytes", "free_bytes", "written_bytes")]
-        volumes.add_row(index, str(volume["path"]), mode, *sizes, format_size(volume["bytes_written_total"]), _endurance(volume))
+        volumes.add_row(index, Text(str(volume["path"])), mode, *sizes, format_size(volume["bytes_written_total"]), _endurance(volume))
     _show(console, volumes)
     for index, volume in stats["volumes"].items():
         if reason := volume.get("reason"):
             console.print(f"volume {index} has mode {volume['mode']}: {reason}", soft_wrap=True, markup=False, highlight=False)
         if volume["fenced"]:
-            console.print(f"volume {index} is fenced, it gets no new records: {volume['fenced']}; {WAY_ON}", soft_wrap=True)
+            line = f"volume {index} is fenced, it gets no new records: {volume['fenced']}; {WAY_ON}"
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
     # An older daemon says nothing of the catalog's disk, and has no patrol.
     if (disk := stats.get("catalog")) and disk["free_bytes"] is not None:
         line = f"catalog in {disk['dir']}: {format_size(disk['free_bytes'])} free on its file system"

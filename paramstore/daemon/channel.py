@@ -42,6 +42,8 @@ class Channel:
         self._output: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._output_bytes = 0
         self._is_closed = False
+        self._is_due = False
+        """Whether a read is to come in the loop's next turn, whatever the socket says."""
         loop.add_reader(sock.fileno(), self._readable)
 
     def raise_limit(self, limit_bytes: int) -> None:
@@ -54,7 +56,16 @@ class Channel:
         for number in range(READS_MAX):
             if self._is_closed or not self._read(may_end=number == 0):
                 return
-        self._loop.call_soon(self._readable)
+        self._read_soon()
+
+    def _read_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._read_as_due)
+
+    def _read_as_due(self) -> None:
+        self._is_due = False
+        self._readable()
 
     def _read(self, *, may_end: bool) -> bool:
         """Takes what one read brings; False where nothing was there, or nothing comes any more. may_end: else the end, which
@@ -70,7 +81,7 @@ class Channel:
             if may_end:
                 self.close(None)
             else:
-                self._loop.call_soon(self._readable)
+                self._read_soon()
             return False
         try:
             for body in self._decoder.feed(_read_buffer[:length_bytes]):

@@ -159,11 +159,12 @@ def test_a_fenced_volume_dirty_bytes_and_the_wear_of_drives_are_told(
         await train(store, view)
         store.transfers._planner.space.fences.fail_flush(1, VolumeError("the cable is loose"))
         stats: Any = await machine.service.stats()
-        stats["volumes"]["0"].update({"mode": "buffered", "reason": UNTOLD})
+        stats["volumes"]["0"].update({"mode": "buffered", "reason": UNTOLD, "path": "/data/[old]/[/red]"})
         status._print(stats)
 
     run(scenario())
     shown = capsys.readouterr().out
+    assert "/data/[old]/[/red]" in shown
     assert f"\nvolume 0 has mode buffered: {UNTOLD}\n" in shown, "a line of its own, not in the table"
     assert re.search(r"│ buffered +│", shown)
     assert "catalog in" not in shown, "nobody knows the disk of a simulated store"

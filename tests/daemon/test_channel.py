@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Coroutine
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -250,3 +251,34 @@ def test_the_end_of_a_client_that_left_answers_unread_is_told(
         assert peer.frames == [b"last"] * count
 
     run(scenario, loop=loop)
+
+
+def test_what_is_asked_for_right_before_the_end_is_answered() -> None:
+    async def scenario(peer: Peer) -> None:
+        peer.on_frame = lambda body: asyncio.get_running_loop().call_soon(peer.channel.send, m.Done(1))
+        await peer.client.send_bytes(frame(b"ask"))
+        peer.client.sock.shutdown(socket.SHUT_WR)
+        assert await peer.client.end() == [m.Done(1)]
+
+    run(scenario)
+
+
+def test_a_client_that_never_stops_sending_is_read_few_times_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(peer: Peer) -> None:
+        turns, reads = list[int](), [0]
+        read = Channel._read
+
+        def counted(channel: Channel, *, may_end: bool) -> bool:
+            reads[0] += 1
+            peer.client.sock.send(frame(b"more"))  # there is always something to read
+            return read(channel, may_end=may_end)
+
+        monkeypatch.setattr(Channel, "_read", counted)
+        await peer.client.send_bytes(frame(b"first"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+            turns.append(reads[0])
+        assert turns[-1] > 50
+        assert max(later - earlier for earlier, later in pairwise(turns)) <= 2 * channel_module.READS_MAX
+
+    run(scenario)

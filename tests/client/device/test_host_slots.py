@@ -194,13 +194,18 @@ def refuse(*arguments: object) -> Any:
     raise StoreUnavailable("on purpose")
 
 
-def test_of_very_many_loads_ahead_the_oldest_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("layers", "experts", "most"), [(6, 20, 60), (2, 40, 80)])
+def test_of_very_many_loads_ahead_the_oldest_are_given_up_but_not_of_two_layers(
+    layers: int, experts: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loads_ahead, "AHEAD_MAX", 60)
-    namespace, slots = make(lease_slots=80, slots=80, experts=80)
+    namespace = MemoryNamespace.of_swiglu(layers=layers, experts=experts, lease_slots=120)
+    slots = HostSlots(namespace, slots=120, policy="lru")
     namespace.holds_prefetches = True
-    for expert in range(loads_ahead.AHEAD_MAX + 2):
-        slots.prefetch(keys(expert))
-    assert slots.counts.failed == 2
+    asked = [(layer, expert) for layer in range(layers) for expert in range(experts)][: most + 2]
+    for key in asked:
+        slots.prefetch([key])
+    assert slots.counts.failed == len(asked) - most
 
 
 def test_loads_ahead_of_another_view_are_forgotten() -> None:
