@@ -69,7 +69,8 @@ def _print(stats: dict[str, Any]) -> None:
     for index, volume in stats["volumes"].items():
         mode = " ".join(filter(None, (volume["mode"], volume.get("granularity"))))
         sizes = [format_size(volume[name]) for name in ("size_bytes", "free_bytes", "written_bytes")]
-        volumes.add_row(index, Text(str(volume["path"])), mode, *sizes, format_size(volume["bytes_written_total"]), _endurance(volume))
+        path, in_all = Text(str(volume["path"])), format_size(volume["bytes_written_total"])
+        volumes.add_row(index, path, mode, *sizes, in_all, _endurance(volume))
     _show(console, volumes)
     for index, volume in stats["volumes"].items():
         if reason := volume.get("reason"):

@@ -276,6 +276,7 @@ def test_a_client_that_never_stops_sending_is_read_few_times_a_turn(monkeypatch:
         monkeypatch.setattr(Channel, "_read", counted)
         await peer.client.send_bytes(frame(b"first"))
         for _ in range(50):
+            peer.client.sock.send(frame(b"the selector hears of it"))
             await asyncio.sleep(0)
             turns.append(reads[0])
         assert turns[-1] > 50
