@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +29,8 @@ class Desk:
         self.tickets = OpenTickets()
         self.converted: list[object] = []
         self.settled: list[ParamStoreError | None] = []
+        self.meanwhile: Callable[[], object] = bool
+        """Called within each settling."""
         self.interrupts = 0
         """How many more times a settling is interrupted, right after the result was made."""
 
@@ -42,6 +45,7 @@ class Desk:
             if self.interrupts:
                 self.interrupts -= 1
                 raise KeyboardInterrupt
+            self.meanwhile()
             self.settled.append(error)
 
         ticket: Ticket[Any] = Ticket(
@@ -109,6 +113,26 @@ def test_the_end_settles_all_and_changes_no_outcome(desk: Desk) -> None:
     with pytest.raises(StoreUnavailable, match="call: the daemon went away"):
         second.wait()
     assert [type(error) for error in desk.settled] == [type(None), StoreUnavailable]
+    assert desk.tickets == {}
+
+
+def test_one_thread_settles_a_ticket_where_another_closes_meanwhile(desk: Desk) -> None:
+    ticket = desk.add(1)
+    closer = threading.Thread(
+        target=lambda: desk.tickets.fail(StoreUnavailable("closed"), is_ours=True, is_expected=True), daemon=True
+    )
+
+    def close_meanwhile() -> None:
+        desk.meanwhile = bool
+        closer.start()
+        closer.join(0.05)
+
+    desk.meanwhile = close_meanwhile
+    desk.say(m.Done(1, "a"))
+    desk.tickets.settle_from(desk.inbox)
+    closer.join(5)
+    assert desk.settled == [None]
+    assert ticket.wait() == 1
     assert desk.tickets == {}
 
 
