@@ -144,8 +144,8 @@ def test_a_volume_that_cannot_be_read_ends_a_decode_with_its_error_and_not_the_n
                     model.generate(tokens(), **GREEDY)
                 hook.remove()
             assert torch.equal(model.generate(tokens(), **GREEDY), expected)
+        assert slots_lost(store) == 0
         ps.hf.namespace(model).close()
-        assert store.stats()["namespaces"][NAME]["leased_slots"] == 0
 
 
 @pytest.mark.parametrize("slots", [16, 2], ids=["standing", "in the daemon's memory"])
@@ -202,6 +202,15 @@ def test_a_daemon_that_dies_under_a_decode_is_said_to_be_gone_and_its_store_serv
         assert torch.equal(model_of(store, expert_memory=2).generate(tokens(), **GREEDY), expected)
 
 
+def slots_lost(store: ps.Store) -> int:
+    """Slots that stay leased when all that stands was given back. Asked before the namespace is closed, which would end leases that
+    were lost, too."""
+    for keeper in store._connection.segments.keepers():
+        keeper.give_back()
+    leased: int = store.stats()["namespaces"][NAME]["leased_slots"]
+    return leased
+
+
 def at_a_line(numbers: random.Random) -> Interrupt:
     return Interrupt(numbers.randrange(1, 2500), INTERRUPTED)
 
@@ -229,5 +238,5 @@ def test_after_ctrl_c_anywhere_in_generate_the_next_has_the_right_tokens(
             raised += interrupt.is_raised
             assert torch.equal(model.generate(tokens(), **GREEDY), expected)
         assert raised > 0
+        assert slots_lost(store) == 0
         ps.hf.namespace(model).close()
-        assert store.stats()["namespaces"][NAME]["leased_slots"] == 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count, takewhile
 from pathlib import Path
 from types import FrameType
@@ -17,6 +19,7 @@ import pytest
 import torch
 
 import paramstore as ps
+from paramstore.wire import messages as m
 from paramstore_testkit.interrupts import InterruptAtPoint, is_finalizing
 from paramstore_testkit.wire.fake_daemon import FakeDaemon
 
@@ -172,3 +175,58 @@ def test_signals_as_fast_as_a_thread_can_send_them_lose_nothing(daemon: FakeDaem
     talk.check()
     assert interrupts
     assert others
+
+
+async def awaited(ticket: ps.Ticket[object]) -> object:
+    return await asyncio.wait_for(ticket, LIMIT_S / 2)
+
+
+def polled(ticket: ps.Ticket[object], daemon: FakeDaemon) -> object:
+    ticket.done()
+    daemon.wait_for(m.Prefetch)
+    return ticket.wait()
+
+
+@pytest.mark.parametrize("way", ["wait", "done", "await"])
+def test_what_an_interrupt_has_left_to_send_is_sent_though_another_thread_reads(
+    way: str, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(what: str) -> None:
+        raise KeyboardInterrupt
+
+    with ps.connect(str(daemon.path), timeout_s=LIMIT_S) as store:
+        namespace = store.open_namespace("moe", "write")
+        daemon.hold(m.WriteBack)
+        reader = threading.Thread(target=namespace.write_back().wait)
+        reader.start()
+        daemon.wait_for(m.WriteBack)
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt), namespace.together():
+            ticket = namespace.prefetch(KEYS)
+            patch.setattr(namespace._connection, "_send_all", interrupted)
+        if way == "wait":
+            outcome = ticket.wait(LIMIT_S / 2)
+        elif way == "done":
+            outcome = polled(ticket, daemon)
+        else:
+            outcome = asyncio.run(awaited(ticket))
+        assert outcome["resident"] == len(KEYS)
+        daemon.let_go(m.WriteBack)
+        reader.join(LIMIT_S)
+
+
+def test_an_interrupted_reader_leaves_a_loop_alone_that_was_closed_while_it_watched(daemon: FakeDaemon) -> None:
+    with ps.connect(str(daemon.path), timeout_s=LIMIT_S) as store:
+        connection, loop, interrupts = store._connection, asyncio.new_event_loop(), [KeyboardInterrupt()]
+        connection.watch(loop)
+        loop.close()
+
+        def convert(answer: object) -> str:
+            while interrupts:
+                raise interrupts.pop()
+            return "done"
+
+        ticket = connection.request(m.Stats(connection.next_id()), what="stats", convert=convert)
+        with pytest.raises(KeyboardInterrupt):
+            ticket.wait()
+        assert ticket.wait() == "done"
+        connection.unwatch(loop)

@@ -76,8 +76,8 @@ class Outbox:
 
     def clear(self) -> None:
         """Drops everything: nobody will read it."""
+        self._book = deque(), deque()  # first: it tells of frames that are there
         self._frames.clear()
-        self._book = deque(), deque()
 
     @property
     def is_gathering(self) -> bool:

@@ -3,13 +3,15 @@
 - A segment the daemon gives up is acknowledged once no lease refers to it and it is unmapped, never before: a tensor that
   outlives its lease delays that to the end of a later lease.
 - Leases that refer to a segment are counted by looking; nothing else holds the number.
-- Whoever asked to be told (`before_unmap`) is told of every leased segment once, while it is still mapped.
+- Whoever asked to be told (`before_unmap`) is told of every leased segment, while it is still mapped: once, or again where an
+  interrupt came. Until then nobody gives up the mapping.
 - Whoever keeps leases that nobody uses (`LeaseKeeper`) is asked to give them back where they are in the way.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -44,6 +46,8 @@ class Segments:
         self._live: dict[int, list[Slot]] = {}
         self._given_up: set[int] = set()
         self._closing: dict[int, Mapping] = {}
+        """What has been told of, and is not acknowledged yet: any thread may close it."""
+        self._telling = threading.Lock()
         self._watchers: dict[object, BeforeUnmap] = {}
         self._keepers: list[tuple[int, weakref.ref[LeaseKeeper]]] = []
 
@@ -117,11 +121,12 @@ class Segments:
         `acknowledged`; a tensor of a released lease may still keep a segment, which is asked for again at the next end."""
         if not self._given_up:
             return []
-        used = {slot[0] for slots in list(self._live.values()) for slot in slots}
-        for segment in self._given_up - used:
-            self._let_go(segment)
-        kept = used | {segment for segment, mapping in list(self._closing.items()) if mapping.is_mapped}
-        return sorted(segment for segment in self._given_up - kept if segment not in self._leased)
+        while (unused := self._unused()) & self._leased.keys() and self._tell_of(unused):
+            pass
+        for mapping in list(self._closing.values()):
+            mapping.close()  # again where an interrupt came between
+        gone = unused - self._leased.keys()
+        return sorted(segment for segment in gone if (closing := self._closing.get(segment)) is None or not closing.is_mapped)
 
     def acknowledged(self, segments: Sequence[int]) -> None:
         """Forgets segments, as the daemon was told that they are unmapped: it does not mind to be told twice."""
@@ -132,8 +137,9 @@ class Segments:
     def before_unmap(self, fn: BeforeUnmap) -> Callable[[], object]:
         """Has `fn(address, length_bytes)` called for each leased segment that is let go of from here on, right before.
 
-        No lease refers to the segment then, unless the connection was closed. fn runs on the thread that ended the last
-        lease, read the socket or closed the store; it must not raise. Returns the function that ends this.
+        No lease refers to the segment then, unless the connection was closed. fn runs on one thread at a time that ended a
+        lease, read the socket or closed the store; it must not raise. An interrupt within it has it called again, for the same
+        memory. Returns the function that ends this.
         """
         token = object()
         self._watchers[token] = fn
@@ -158,32 +164,42 @@ class Segments:
 
     def clear(self) -> None:
         """Lets go of every mapping, as the connection is over. Tensors that were handed out keep theirs."""
-        for segment in list(self._leased):
-            self._let_go(segment)
+        self._live.clear()
+        self._given_up.update(list(self._leased))
+        self.acknowledged(self.unmapped())
         for mapping in self._uploads.values():
             mapping.close()
         self._uploads.clear()
         if self._words is not None:
             self._words.close()
             self._words = None
-        self._closing.clear()
-        self._live.clear()
-        self._given_up.clear()
 
     @property
     def lease_count(self) -> int:
         return len(self._live)
 
-    def _let_go(self, segment: int) -> None:
-        """Gives up this object's share of the mapping, once: the pop decides between threads."""
-        mapping = self._leased.get(segment)
-        if mapping is not None:
-            self._closing[segment] = mapping
-            if self._leased.pop(segment, None) is not None:
+    def _unused(self) -> set[int]:
+        """Segments that were asked back and no lease refers to."""
+        given_up = self._given_up.copy()  # first: every lease in them began before they were asked back
+        return given_up.difference([slot[0] for slots in list(self._live.values()) for slot in slots])
+
+    def _tell_of(self, segments: set[int]) -> bool:
+        """Tells who asked of those segments that are mapped, then takes them out of what is leased. False, and nothing was done,
+        where a thread is telling already: it looks again for what is unused when it has told. Never blocks."""
+        is_telling: list[bool] = []
+        try:
+            is_telling.extend(map(self._telling.acquire, (False,)))  # noted by the call that takes it, as in `Connection`
+            if not is_telling[0]:
+                return False
+            for segment in sorted(segments & self._leased.keys()):
+                mapping = self._leased[segment]
                 for tell in list(self._watchers.values()):
                     tell(mapping.address, mapping.length_bytes)
-        if (closing := self._closing.get(segment)) is not None:
-            closing.close()  # again where an interrupt came between
+                deque(map(self._closing.__setitem__, (segment,), map(self._leased.pop, (segment,))), 0)  # one call of C
+            return True
+        finally:
+            if is_telling and is_telling[0]:
+                self._telling.release()
 
 
 def close_all(fds: deque[int]) -> None:

@@ -173,8 +173,10 @@ class Connection:
         return ticket.is_settled
 
     def drain(self) -> None:
-        """Reads what is there without blocking; does nothing if another thread is reading already."""
+        """Reads what is there without blocking, unless another thread is reading already. Sends what an interrupt has left."""
         self._check_process()
+        if not self._outbox.is_gathering:
+            self._flush()
         token = [True]
         try:
             if self._try_become_reader(token):
@@ -188,6 +190,7 @@ class Connection:
         """Lets `loop`, the running one, read from here on, until `unwatch` was called as often."""
         if self._outbox.is_gathering:
             self._send_all("what is sent together")
+        self._flush()  # what an interrupt has left
         with self._lock:
             self._check_process()
             count = self._loops.get(loop, 0)
@@ -241,6 +244,7 @@ class Connection:
         while not ticket.is_settled:
             if self._try_become_reader(token):
                 return True
+            self._flush()  # what an interrupt has left: who reads may sleep until an answer comes, and sends nothing
             remaining_s = deadline_s - self.clock.now_s()
             if remaining_s <= 0:
                 return False
@@ -259,7 +263,8 @@ class Connection:
             self._close_if_unused()
             if self._failure is None and self._inbox.is_behind:  # interrupted: loops would wait until more comes
                 for loop in list(self._loops):
-                    loop.call_soon_threadsafe(self.drain)
+                    if not loop.is_closed():
+                        loop.call_soon_threadsafe(self.drain)
 
     def _wait_readable(self, deadline_s: float) -> bool:
         """For the reader: waits for something to read, and sends what the socket had no room for. False at the deadline."""

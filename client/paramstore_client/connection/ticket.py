@@ -12,6 +12,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import partial
+from traceback import walk_tb
+from types import CodeType
 from typing import Any, Generic, Protocol, TypeVar
 
 from paramstore.core.arguments import seconds
@@ -75,6 +78,8 @@ class Ticket(Generic[T]):
         self._results: deque[T] = deque()
         """The result, once there is one: noted within the call of C that makes it, so that an interrupt loses none."""
         self._error: BaseException | None = None
+        self._failed_at: list[tuple[CodeType, int]] = []
+        """Lines through which an error of no ParamStoreError came out of the settling last."""
         self._wakers: list[Callable[[], None]] = []
 
     def done(self) -> bool:
@@ -139,11 +144,8 @@ class Ticket(Generic[T]):
 
     def settle(self, answer: object) -> None:
         """Takes the daemon's answer. Called by the thread that read it, again where that was interrupted."""
-        if not self.is_settled and not self._results:
-            try:
-                self._results.extend(map(self._convert, (answer,)))
-            except ParamStoreError as error:  # belongs to whoever waits, not to the thread that happens to read
-                self._error = error
+        if not self.is_settled and not self._results and self._error is None:
+            self._attempt(lambda: self._results.extend(map(self._convert, (answer,))))
         self._finish(None)
 
     def settle_error(self, error: ParamStoreError, *, is_expected: bool = False) -> None:
@@ -156,12 +158,26 @@ class Ticket(Generic[T]):
 
     def _finish(self, refusal: ParamStoreError | None) -> None:
         if self._on_settled is not None and not self.is_settled:
-            self._on_settled(refusal)
+            self._attempt(partial(self._on_settled, refusal))
         self.is_settled = True
-        if not self._is_wanted:
+        if not self._is_wanted or self._error is not None:
             self._drop_result()
         for wake in tuple(self._wakers):
             wake()
+
+    def _attempt(self, step: Callable[[], object]) -> None:
+        """Does a step of the settling. What it raises belongs to whoever waits, not to the thread that happens to read: a
+        ParamStoreError at once, another error where it comes from the same lines again, as one of a signal's handler does not."""
+        try:
+            step()
+        except ParamStoreError as error:
+            self._error = error
+        except Exception as error:
+            lines = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+            if lines != self._failed_at:
+                self._failed_at = lines
+                raise
+            self._error = error
 
     def _drop_result(self) -> None:
         for result in tuple(self._results):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 from paramstore.core.schema import PAGE_BYTES, round_up
@@ -91,8 +92,8 @@ class UploadArea:
         self._returned.extend(ranges)
 
     def give_back_all(self, ranges: dict[Any, Range]) -> None:
-        """Gives back all of `ranges` and empties it, in one call of C: after an interrupt it may be called again."""
-        self._returned.extend(map(ranges.pop, tuple(ranges)))
+        """Gives back all of `ranges` and empties it, in one call of C: after or within an interrupt it may be called again."""
+        self._returned.extend(filter(None, map(ranges.pop, tuple(ranges), repeat(None))))
 
     def mapping(self, segment: int) -> Mapping:
         return self._connection.segments.upload(segment)

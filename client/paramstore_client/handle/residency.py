@@ -79,8 +79,8 @@ class Residency(Handle):
         """Has `fn(address, length_bytes)` called before memory that this session has leased is unmapped: whoever registered
         it (cudaHostRegister) must unregister it then.
 
-        It is called once per segment of the connection, also of its other namespaces, from any thread, and must not raise.
-        Returns the function that ends this.
+        It is called once per segment of the connection, also of its other namespaces, from any thread, and must not raise;
+        again for the same memory where an interrupt came. Returns the function that ends this.
         """
         return self._connection.segments.before_unmap(function("fn", fn))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -28,6 +30,8 @@ class Desk:
         self.tickets = OpenTickets()
         self.converted: list[object] = []
         self.settled: list[ParamStoreError | None] = []
+        self.meanwhile: Callable[[], object] = bool
+        """Called within each settling."""
         self.interrupts = 0
         """How many more times a settling is interrupted, right after the result was made."""
 
@@ -42,6 +46,7 @@ class Desk:
             if self.interrupts:
                 self.interrupts -= 1
                 raise KeyboardInterrupt
+            self.meanwhile()
             self.settled.append(error)
 
         ticket: Ticket[Any] = Ticket(
@@ -110,6 +115,74 @@ def test_the_end_settles_all_and_changes_no_outcome(desk: Desk) -> None:
         second.wait()
     assert [type(error) for error in desk.settled] == [type(None), StoreUnavailable]
     assert desk.tickets == {}
+
+
+def test_one_thread_settles_a_ticket_where_another_closes_meanwhile(desk: Desk) -> None:
+    ticket = desk.add(1)
+    closer = threading.Thread(
+        target=lambda: desk.tickets.fail(StoreUnavailable("closed"), is_ours=True, is_expected=True), daemon=True
+    )
+
+    def close_meanwhile() -> None:
+        desk.meanwhile = bool
+        closer.start()
+        closer.join(0.05)
+
+    desk.meanwhile = close_meanwhile
+    desk.say(m.Done(1, "a"))
+    desk.tickets.settle_from(desk.inbox)
+    closer.join(5)
+    assert desk.settled == [None]
+    assert ticket.wait() == 1
+    assert desk.tickets == {}
+
+
+@pytest.mark.parametrize("place", ["convert", "on_settled"])
+def test_a_foreign_error_is_its_tickets_where_it_comes_again(desk: Desk, place: str) -> None:
+    wrong, right = desk.add(1), desk.add(2)
+    released = list[int]()
+
+    class Result:
+        def release(self) -> None:
+            released.append(1)
+
+    def fails(answer: object) -> None:
+        raise KeyError("a bug")
+
+    if place == "convert":
+        wrong._convert = fails
+    else:
+        wrong._convert, wrong._on_settled = lambda answer: Result(), fails
+    desk.say(m.Done(1, "a"), m.Done(2, "b"))
+    with pytest.raises(KeyError, match="a bug"):
+        desk.tickets.settle_from(desk.inbox)
+    assert not wrong.is_settled, "it may have been raised by a signal's handler"
+    desk.tickets.settle_from(desk.inbox)
+    with pytest.raises(KeyError, match="a bug"):
+        wrong.wait()
+    assert right.wait() == 1
+    assert desk.tickets == {}
+    assert released == ([] if place == "convert" else [1])
+
+
+def test_errors_of_a_signals_handler_are_no_tickets(desk: Desk) -> None:
+    ticket, calls = desk.add(1), count(1)
+
+    def interrupted(answer: object) -> int:
+        call = next(calls)
+        if call == 1:
+            raise TimeoutError
+        if call == 2:
+            raise TimeoutError
+        return call
+
+    ticket._convert = interrupted
+    desk.say(m.Done(1, "a"))
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            desk.tickets.settle_from(desk.inbox)
+    desk.tickets.settle_from(desk.inbox)
+    assert ticket.wait() == 3
 
 
 def test_there_is_a_most(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,12 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count, takewhile
 
 import pytest
 
 from paramstore_client.connection.outbox import FRAMES_MAX, Outbox
+from paramstore_testkit.interrupts import InterruptAtPoint
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -104,3 +106,28 @@ def test_an_interrupt_at_any_moment_sends_nothing_twice_and_loses_nothing(seed: 
     theirs.close()
     assert came == b"".join(frames), f"seed {seed}"
     assert interrupts
+
+
+def dropped_in_spite_of(point: int) -> bool:
+    outbox, calls = Outbox(), list[int]()
+    outbox.add(b"first")
+    outbox.add(b"second")
+
+    def take_one_byte_and_break(offered: Sequence[memoryview]) -> int:
+        calls.append(1)
+        if len(calls) > 1:
+            raise BrokenPipeError(32, "the daemon is gone")
+        return 1
+
+    with InterruptAtPoint(point, ("connection/outbox.py",)) as interrupt:
+        outbox.send(take_one_byte_and_break)
+    outbox.send(take_one_byte_and_break)
+    if outbox:
+        outbox.send(take_one_byte_and_break)
+    assert not outbox, interrupt.place
+    assert outbox.first() == [], interrupt.place
+    return interrupt.is_raised
+
+
+def test_an_interrupt_anywhere_leaves_what_can_be_dropped() -> None:
+    assert sum(1 for _ in takewhile(dropped_in_spite_of, count(1))) > 10

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator
+from itertools import count, takewhile
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from paramstore.errors import LeaseError, ProtocolError, StoreUnavailable
 from paramstore.memory.pages import SEGMENT_ALIGNMENT_BYTES
 from paramstore.wire import messages as m
 from paramstore_client.connection.segments import Segments
+from paramstore_testkit.interrupts import InterruptAtPoint
 from paramstore_testkit.wire.fake_daemon import FakeDaemon
 from paramstore_testkit.wire.fake_namespace import FakeMemory
 
@@ -107,6 +110,53 @@ def test_whoever_asked_is_told_of_every_segment_when_the_connection_is_closed(se
     segments.clear()
     segments.clear()
     assert told == addresses
+
+
+@pytest.mark.parametrize("other", ["reads", "closes", "ends a lease within the telling"])
+def test_memory_stays_mapped_until_whoever_is_being_told_of_it_is_through(segments: Segments, other: str) -> None:
+    mappings = [segments.leased(segment) for segment in (1, 2)]
+    seen, answers = list[tuple[bool, bool]](), list[list[int]]()
+
+    def look(address: int, length_bytes: int) -> None:
+        if not answers:
+            answers.append([])
+            end = segments.clear if other == "closes" else lambda: answers.append(segments.end_lease(11))
+            thread = threading.Thread(target=end)
+            if other.startswith("ends"):
+                thread.run()
+            else:
+                thread.start()
+                thread.join()
+        seen.append((mappings[0].is_mapped, address == mappings[0].address))
+
+    segments.before_unmap(look)
+    begin(segments, 10, [(1, 0, 1, 0)])
+    begin(segments, 11, [(2, 0, 1, 0)])
+    segments.ask_back([1, 2])
+    unmapped = segments.end_lease(10)
+    assert [first for first in seen if first[1]] == [(True, True)]
+    assert len(seen) == 2, "of the other segment too, whose lease has ended meanwhile"
+    assert answers in ([[]], [[], []])
+    assert unmapped == [1, 2]
+    assert [mapping.is_mapped for mapping in mappings] == [False, False]
+
+
+def told_and_unmapped_in_spite_of(point: int, memory: FakeMemory) -> bool:
+    segments, told = Segments(), list[bool]()
+    map_new(segments, memory, 1)
+    mapping = segments.leased(1)
+    begin(segments, 10, [(1, 0, 1, 0)])
+    segments.before_unmap(lambda address, length_bytes: told.append(mapping.is_mapped))
+    segments.ask_back([1])
+    with InterruptAtPoint(point, ("connection/segments.py",)) as interrupt:
+        segments.end_lease(10)
+    assert segments.end_lease(10) == [1]
+    assert (set(told), mapping.is_mapped) == ({True}, False), interrupt.place
+    return interrupt.is_raised
+
+
+def test_an_interrupt_anywhere_keeps_nobody_from_being_told(memory: FakeMemory) -> None:
+    assert sum(1 for _ in takewhile(lambda point: told_and_unmapped_in_spite_of(point, memory), count(1))) > 10
 
 
 def test_whoever_has_ended_his_asking_is_not_told(segments: Segments) -> None:

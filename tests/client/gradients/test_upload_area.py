@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -88,3 +89,15 @@ def test_threads_never_get_the_same_range(area: UploadArea) -> None:
     for thread in threads:
         thread.join(timeout=20)
     assert len(taken) == len(set(taken)) == 400
+
+
+def test_what_is_given_back_within_a_giving_back_is_given_back_once(area: UploadArea) -> None:
+    """As where a signal's handler closes the store in between."""
+
+    class Interrupted(dict[int, Range]):
+        def __iter__(self) -> Iterator[int]:
+            yield from list(self.keys())
+            area.give_back([self.pop(0)])
+
+    area.give_back_all(Interrupted(enumerate(area.take(2, SEGMENT // 2, most_bytes=MOST))))
+    assert area.free_bytes() == SEGMENT
