@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
 from traceback import walk_tb
-from types import CodeType
 from typing import Any, Generic, Protocol, TypeVar
 
 from paramstore.core.arguments import seconds
@@ -78,8 +77,8 @@ class Ticket(Generic[T]):
         self._results: deque[T] = deque()
         """The result, once there is one: noted within the call of C that makes it, so that an interrupt loses none."""
         self._error: BaseException | None = None
-        self._failed_at: list[tuple[CodeType, int]] = []
-        """Lines through which an error of no ParamStoreError came out of the settling last."""
+        self._failed_at: list[tuple[object, int]] = []
+        """Code and lines through which an error of no ParamStoreError came out of the settling last."""
         self._wakers: list[Callable[[], None]] = []
 
     def done(self) -> bool:
@@ -173,7 +172,7 @@ class Ticket(Generic[T]):
         except ParamStoreError as error:
             self._error = error
         except Exception as error:
-            lines = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+            lines: list[tuple[object, int]] = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
             if lines != self._failed_at:
                 self._failed_at = lines
                 raise
