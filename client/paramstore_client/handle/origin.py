@@ -29,7 +29,7 @@ class Origin:
         """The origin that `to_extra` packed, beside a dense part or alone; None if the bytes are anything else."""
         try:
             begun = json.loads(callers_extra(extra))["import"]
-            step = begun.get("step")
-            return cls(str(begun["fingerprint"]), str(begun["source"]), None if step is None else int(step))
+            fingerprint, source, step = str(begun["fingerprint"]), str(begun["source"]), begun.get("step")
+            return cls(fingerprint, source, None if step is None else int(step))
         except (CheckpointError, ValueError, KeyError, TypeError):
             return None
