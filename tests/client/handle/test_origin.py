@@ -10,7 +10,7 @@ from paramstore_client.handle.origin import PATH_MAX, Origin
 def test_origin_comes_back_from_its_bytes() -> None:
     origin = Origin("a" * 16, "/models/first", 3)
     assert Origin.from_extra(origin.to_extra()) == origin
-    assert Origin.from_extra(b'{"import": {"fingerprint": "a", "source": "b"}}') == Origin("a", "b", None), "an older note does not say"
+    assert Origin.from_extra(b'{"import": {"fingerprint": "a", "source": "b"}}') == Origin("a", "b", None), "it is older"
     assert len(Origin("a", "x" * 10_000).to_extra()) < PATH_MAX + 100
 
 
