@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import threading
-
 import pytest
 
 from paramstore.core.schema import Schema
 from paramstore.engine.transfers import hashing
 from paramstore.engine.transfers.hashing import Hashing
 from paramstore.storage.format.structures import chunk_checksums
+from paramstore.turns import Turns
 
 PART = Schema.param({"w": ((64, 1024), "float32")}).stored
-WAIT_S = 10.0
 
 
 def test_checksums_are_those_of_the_format() -> None:
@@ -29,34 +26,21 @@ def test_a_failed_hash_gives_its_turn_back() -> None:
     assert turns.checksums(image, PART.chunks()) == chunk_checksums(image, PART.chunks())
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
-def test_no_more_hash_at_once_than_there_are_turns(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    lock, inside, seen = threading.Lock(), [0], []
-    all_inside = threading.Barrier(at_once)  # broken, and the test fails, if fewer than `at_once` ever get in together
-    all_started = threading.Barrier(4 * at_once)  # whoever is let in waits until the others had their chance
+def test_each_hash_takes_a_turn_of_so_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[object]()
 
-    def counting(image: memoryview, chunks: object, base_bytes: int = 0) -> list[int]:
-        with lock:
-            inside[0] += 1
-            seen.append(inside[0])
-        all_inside.wait(WAIT_S)
-        for _ in range(200):  # a turn that nobody guards is taken by another thread here
-            os.sched_yield()
-        with lock:
-            inside[0] -= 1
-        return []
+    class Noted(Turns):
+        def __init__(self, at_once: int) -> None:
+            super().__init__(at_once)
+            told.append(at_once)
 
-    monkeypatch.setattr(hashing, "chunk_checksums", counting)
-    turns = Hashing(at_once)
+        def __enter__(self) -> None:
+            super().__enter__()
+            told.append("turn")
 
-    def work() -> None:
-        all_started.wait(WAIT_S)
+    monkeypatch.setattr(hashing, "Turns", Noted)
+    monkeypatch.setattr(hashing, "chunk_checksums", lambda *_: told.append("hash"))
+    turns = Hashing(3)
+    for _ in range(2):
         turns.checksums(memoryview(b""), ())
-
-    threads = [threading.Thread(target=work) for _ in range(4 * at_once)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert len(seen) == 4 * at_once
-    assert max(seen) == at_once
+    assert told == [3, "turn", "hash", "turn", "hash"]
