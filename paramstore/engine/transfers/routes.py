@@ -17,6 +17,11 @@ from paramstore.engine.transfers.hashing import Hashing
 from paramstore.storage.format.structures import Header, check_checksums, header_root, pack_header
 from paramstore.storage.volume.base import Volume
 
+HASHED_BESIDE_BYTES = 4 << 20
+"""Size of a piece from which on one part of it is hashed while the other is read: of smaller ones that saves too little."""
+FIRST_PART = 0.75
+"""The part of a large piece that is read first: hashing it takes less time than reading the rest."""
+
 
 class Piece(NamedTuple):
     """Bytes [start, end) of an image, page-aligned, and the chunks that begin in them."""
@@ -72,6 +77,20 @@ def _cut(chunks: list[Chunk], start: int, end: int, first_chunk: int, piece_byte
     return tuple(pieces)
 
 
+def cut_for_hashing(piece: Piece) -> tuple[Piece, ...]:
+    """Cuts a large piece in two, where a chunk begins: the first part is hashed while the rest is read, so that whoever waits for
+    the record waits for the hash of the rest alone."""
+    size_bytes = piece.end - piece.start
+    if size_bytes < HASHED_BESIDE_BYTES:
+        return (piece,)
+    wanted = piece.start + FIRST_PART * size_bytes
+    count = next((place for place, chunk in enumerate(piece.chunks) if chunk.offset_bytes >= wanted), 0)
+    if not count:
+        return (piece,)
+    cut, first = piece.chunks[count].offset_bytes, piece.first_chunk
+    return Piece(piece.start, cut, first, piece.chunks[:count]), Piece(cut, piece.end, first + count, piece.chunks[count:])
+
+
 class ImageRead:
     """Reads an extent into a slot, or buffer, of the same stored part: header and fields, as they are."""
 
@@ -83,10 +102,21 @@ class ImageRead:
         self._hashing = hashing
 
     def run(self, piece: Piece) -> PieceRead:
+        first, *rest = cut_for_hashing(piece)
+        target = self._read(first)
+        if rest:
+            with self._hashing.beside(target, first.chunks, first.start) as checksums_of_first:
+                of_rest = self._hashing.checksums(self._read(rest[0]), rest[0].chunks, rest[0].start)
+                checksums = checksums_of_first() + of_rest
+        else:
+            checksums = self._hashing.checksums(target, first.chunks, first.start)
+        header = bytes(target[: self._header_bytes]) if piece.start == 0 else None
+        return PieceRead(piece.first_chunk, checksums, header)
+
+    def _read(self, piece: Piece) -> memoryview:
         target = self._image[piece.start : piece.end]
         self._volume.read(self._offset_bytes + piece.start, (target,))
-        header = bytes(target[: self._header_bytes]) if piece.start == 0 else None
-        return PieceRead(piece.first_chunk, self._hashing.checksums(target, piece.chunks, piece.start), header)
+        return target
 
 
 class MasterRead:

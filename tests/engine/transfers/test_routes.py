@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 
 from paramstore.core.location import Extent, Identity
 from paramstore.core.schema import PAGE_BYTES, Part, Schema, round_up
+from paramstore.engine.transfers import hashing
 from paramstore.engine.transfers.hashing import Hashing
 from paramstore.engine.transfers.routes import (
     ImageRead,
@@ -20,6 +24,7 @@ from paramstore.engine.transfers.routes import (
     PieceRead,
     Staging,
     check_pieces,
+    cut_for_hashing,
     cut_for_write,
     cut_pieces,
 )
@@ -28,6 +33,7 @@ from paramstore.optim.tensors import field_tensor
 from paramstore.storage.format.structures import Header, check_checksums, check_header, chunk_checksums
 from paramstore.testing.volumes import Fault, FaultyVolume, MemoryVolume, page_aligned
 
+WAIT_S = 30.0
 MIB = 1 << 20
 STORE = bytes(range(16))
 KEY, IDENTITY = (3, 4), Identity(1, 7)
@@ -189,6 +195,60 @@ def test_an_image_comes_back_byte_for_byte_with_the_checksums_of_its_header() ->
     slot, results = read_image(volume, extent, BIG.stored)
     assert slot == image
     check_pieces(header_of(results, BIG.stored, root), BIG.stored, results, place="volume 0")
+
+
+class _Noting(FaultyVolume):
+    """Notes what is read; the read of a record's rest waits until `is_hashed`."""
+
+    def __init__(self, inner: MemoryVolume, extent: Extent, is_hashed: threading.Event) -> None:
+        super().__init__(inner, [])
+        self._extent = extent
+        self._is_hashed = is_hashed
+        self.reads: list[tuple[int, int]] = []
+
+    def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
+        start = offset_bytes - self._extent.offset_bytes
+        if start:
+            assert self._is_hashed.wait(WAIT_S), "the first part is hashed while the rest is read"
+        self.reads.append((start, start + sum(map(len, into))))
+        super().read(offset_bytes, into)
+
+
+def test_the_first_part_of_a_large_record_is_hashed_while_the_rest_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, is_hashed = BIG.stored, threading.Event()
+    inner, extent, image, root = written(BIG)
+    kept = hashing.chunk_checksums
+
+    def noting(*arguments: Any) -> list[int]:
+        found = kept(*arguments)
+        is_hashed.set()
+        return found
+
+    monkeypatch.setattr(hashing, "chunk_checksums", noting)
+    volume, slot = _Noting(inner, extent, is_hashed), page_aligned(part.image_bytes)
+    (piece,) = cut_pieces(part, 16 * MIB, len(part.fields))
+    result = ImageRead(volume, extent, slot, part.header_bytes, Hashing(1)).run(piece)
+    assert slot == image
+    check_pieces(header_of([result], part, root), part, [result], place="volume 0")
+    (start, cut), (again, end) = volume.reads
+    assert (start, again, end) == (0, cut, part.image_bytes)
+    assert 0.7 * end < cut < end
+
+
+@settings(max_examples=40)
+@given(shapes=SHAPES, piece_bytes=PIECE_BYTES)
+def test_both_parts_of_a_large_piece_cover_it_exactly(shapes: list[tuple[int, int]], piece_bytes: int) -> None:
+    part = schema_of(shapes).stored
+    halves = [half for piece in cut_pieces(part, piece_bytes, len(part.fields)) for half in cut_for_hashing(piece)]
+    check_cover(tuple(halves), part, end=part.image_bytes, chunk_count=len(part.chunks()))
+
+
+def test_a_large_record_whose_rest_fails_gives_the_error_of_the_disk() -> None:
+    inner, extent, _, _ = written(BIG)
+    volume, part = FaultyVolume(inner, [Fault("read", 2)]), BIG.stored
+    read = ImageRead(volume, extent, page_aligned(part.image_bytes), part.header_bytes, Hashing(1))
+    with pytest.raises(VolumeError):
+        read.run(*cut_pieces(part, 16 * MIB, len(part.fields)))
 
 
 def masters(schema: Schema, image: memoryview) -> dict[str, torch.Tensor]:
