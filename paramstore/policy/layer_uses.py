@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -235,10 +236,12 @@ class LayerUses:
 
     def worst_first_now(self, cursor: int) -> Iterator[Ranked]:
         """Yields the held names likewise during the layer's own visit at `cursor`, which may still use what it has not used yet."""
-        return iter(sorted((-self.visits_until(name, cursor, is_current=True), number, name) for name, number in self.held.items()))
+        outlook = self.outlook(cursor)
+        until = partial(self.visits_until, outlook=outlook, is_current=True)
+        return iter(sorted((-until(name), number, name) for name, number in self.held.items()))
 
-    def visits_until(self, name: Hashable, cursor: int, *, is_current: bool) -> float:
-        """Expected number of visits from `cursor` to the next use of `name`. is_current: `cursor` is at the layer's own visit."""
+    def visits_until(self, name: Hashable, outlook: Outlook, *, is_current: bool) -> float:
+        """Expected number of visits to the next use of `name`. is_current: the outlook is from the layer's own visit."""
         if is_current and name not in self.done:
             if not self.is_routed:
                 if name in self.last:
@@ -247,7 +250,6 @@ class LayerUses:
                 return 0.0
             else:
                 return self._by_chance_from(0, name)
-        outlook = self.outlook(cursor)
         if self._is_sure(name, outlook):
             return outlook.use
         if outlook.ending < outlook.routed and self._is_ended(name):

@@ -341,8 +341,7 @@ class SlotPlan:
         """`count` victims; the caller knows that there are so many. spares_ahead: what is spared goes last, and not never."""
         if count <= 0:
             return []
-        if spares_ahead:
-            spared = {key for key, held in self._held.items() if _is_spared(held) and not protected(key)}
+        if spares_ahead and (spared := {key for key, held in self._held.items() if _is_spared(held) and not protected(key)}):
             others = sum(not protected(key) for key in self._held) - len(spared)
             first = self._choose(min(count, others), lambda key: key in spared or protected(key))
             return first + self._choose(count - len(first), lambda key: key not in spared or protected(key))

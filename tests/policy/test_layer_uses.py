@@ -56,10 +56,10 @@ def test_what_forward_used_is_sure_for_backward_and_has_ended_after_it() -> None
     uses.hold("idle", 2)
     uses.begin(4)
     uses.fresh.clear()
-    assert uses.visits_until("used", 3, is_current=False) == 1
+    assert uses.visits_until("used", uses.outlook(3), is_current=False) == 1
     uses.use("used", 3)
-    assert uses.visits_until("used", 5, is_current=False) == inf
-    assert uses.visits_until("idle", 5, is_current=False) < inf, "an update leaves what was not used"
+    assert uses.visits_until("used", uses.outlook(5), is_current=False) == inf
+    assert uses.visits_until("idle", uses.outlook(5), is_current=False) < inf, "an update leaves what was not used"
 
 
 def test_a_copy_made_by_the_update_is_sure_for_the_next_forward() -> None:
@@ -70,7 +70,7 @@ def test_a_copy_made_by_the_update_is_sure_for_the_next_forward() -> None:
     uses.use("made", 2)
     uses.forget("made")
     uses.hold("made", 3)
-    assert uses.visits_until("made", 5, is_current=False) == 5
+    assert uses.visits_until("made", uses.outlook(5), is_current=False) == 5
 
 
 def test_a_name_used_at_every_second_visit_is_expected_a_cycle_later_on_average() -> None:
@@ -82,7 +82,7 @@ def test_a_name_used_at_every_second_visit_is_expected_a_cycle_later_on_average(
             uses.use("sometimes", visit)
         uses.begin(3)
         uses.use("always", visit)
-    always, sometimes = (uses.visits_until(name, 5, is_current=False) for name in ("always", "sometimes"))
+    always, sometimes = (uses.visits_until(name, uses.outlook(5), is_current=False) for name in ("always", "sometimes"))
     assert always == pytest.approx(1.0)
     chance = 1 / (1 + BETA)  # the last visit used it: 1 + beta^2 + beta^4 ... of 1 + beta + beta^2 ...
     assert sometimes == pytest.approx(1 + (1 / chance - 1) * 6)
@@ -98,6 +98,8 @@ def test_gathered_visits_rank_by_chance_alone() -> None:
             uses.use("steady", visit)
             if visit < 2:
                 uses.use("fading", visit)
-    steady, fading = ([uses.visits_until(name, 0, is_current=False) for uses in (near, far)] for name in ("steady", "fading"))
+    steady, fading = (
+        [uses.visits_until(name, uses.outlook(0), is_current=False) for uses in (near, far)] for name in ("steady", "fading")
+    )
     assert steady == [0.0, 0.0], "whose turn comes first within an apply is not known"
     assert fading[0] == fading[1] > 0.0
