@@ -205,6 +205,11 @@ class Lender(Protocol):
 class LeaseTicket(Protocol):
     """An `acquire` under way."""
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is an outcome, as far as was heard; `done` listens first."""
+        ...
+
     def done(self) -> bool: ...
 
     def wait(self) -> WeightLease:

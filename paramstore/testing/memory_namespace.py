@@ -86,8 +86,12 @@ class MemoryLeaseTicket:
         self._made: MemoryLease | None = None
         self._lock = threading.Lock()
 
-    def done(self) -> bool:
+    @property
+    def is_settled(self) -> bool:
         return self._made is not None
+
+    def done(self) -> bool:
+        return self.is_settled
 
     def wait(self) -> MemoryLease:
         with self._lock:

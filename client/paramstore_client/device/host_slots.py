@@ -146,8 +146,13 @@ class HostSlots:
         self._abandoned.append((plan, visit))
 
     def has_come(self, held: Held) -> bool:
-        """Whether the lease of `held` has an outcome."""
-        return (ticket := self._arriving.get(held)) is None or ticket.done()
+        """Whether the lease of `held` has an outcome, as far as was heard."""
+        return (ticket := self._arriving.get(held)) is None or ticket.is_settled
+
+    def hear_of(self, held: Held) -> None:
+        """Takes in what was told of the lease of `held`, and of all others."""
+        if (ticket := self._arriving.get(held)) is not None:
+            ticket.done()
 
     def let_in(self, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None, due: object = None) -> None:
         """Begins to load as many keys that pass by as get slots. view: that the visit began with. due: the key used next."""

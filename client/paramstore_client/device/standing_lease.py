@@ -44,7 +44,11 @@ class VisitOwner(Protocol):
         ...
 
     def has_come(self, held: Held) -> bool:
-        """Whether the lease of `held` has an outcome."""
+        """Whether the lease of `held` has an outcome, as far as was heard."""
+        ...
+
+    def hear_of(self, held: Held) -> None:
+        """Takes in what was told of the lease of `held`, and of all others."""
         ...
 
     def let_in(self, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None, due: object = None) -> None:
@@ -91,7 +95,9 @@ class StandingLease(VisitLease):
             self._check_held("a layer's keys")
             owner.let_in(self._plan, visit, view=self._view, timeout_s=self._timeout_s)
             under_way = [*visit.through, *coming]
-            come = next((held for held in under_way if owner.has_come(held)), None)
+            if (come := next(filter(owner.has_come, under_way), None)) is None and under_way:
+                owner.hear_of(under_way[0])  # once a turn: each look is a call to the socket
+                come = next(filter(owner.has_come, under_way), None)
             held = come or (standing.popleft() if standing else under_way[0])
             owner.lease_of(held)
             if held in visit.through:
