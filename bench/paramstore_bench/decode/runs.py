@@ -81,9 +81,12 @@ class Models:
         return Answer(seconds, logits, used)
 
     def raw_rate(self, records: int, *, start: int = 0) -> float:
-        """Bytes a second of raw reads of so many records, twice."""
+        """Bytes a second of raw reads of so many records at once, as a visit that lacks them reads them; of two such reads."""
         count = self.raw.record_count
-        return self.raw.read([(start + index) % count for index in range(max(1, min(records, count)))] * 2).rate
+        samples = [
+            self.raw.read([(start + index) % count for index in range(max(1, min(records, count)))]) for start in (start, start + 1)
+        ]
+        return sum(sample.work for sample in samples) / sum(sample.seconds for sample in samples)
 
     def _pair(self, work: Work, number: int) -> PairedAnswer:
         prompt = prompt_of(work, number)
