@@ -19,12 +19,16 @@ from paramstore_client.connection.address import PATH_BYTES_MAX
 DEEPEST = Path("bench-xxxxxxxx") / "store" / "run" / "paramstore.sock"
 """Longest path that a run makes below its directory."""
 PACKAGES = ("torch", "numpy", "msgspec", "lmdb", "aiofiles", "safetensors", "xxhash")
+INSTRUCTIONS = frozenset({"avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve"})
+"""Flags of a processor that decide how fast it computes: without those for bf16, matrices in bf16 take many times as long."""
 
 
 def describe(directory: Path) -> dict[str, object]:
     """Collects facts of the machine and of the file system that `directory` is on. Names no host and no path."""
+    flags = f"{_line_of('/proc/cpuinfo', 'flags')} {_line_of('/proc/cpuinfo', 'Features')}".split()  # of x86, of ARM
     return {
         "cpu": _line_of("/proc/cpuinfo", "model name"),
+        "instructions": sorted(INSTRUCTIONS & {*flags}),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),

@@ -12,7 +12,9 @@ from paramstore.errors import CapacityError
 
 def test_description_has_the_facts_that_explain_a_ratio(tmp_path: Path) -> None:
     facts = machine.describe(tmp_path)
-    assert {"cpu", "cores", "memory_bytes", "kernel", "file_system", "page_kinds", "huge_pages", "packages"} <= set(facts)
+    named = {"cpu", "instructions", "cores", "memory_bytes", "kernel", "file_system", "page_kinds", "huge_pages", "packages"}
+    assert named <= set(facts)
+    assert facts["instructions"] == sorted(machine.INSTRUCTIONS & set(Path("/proc/cpuinfo").read_text().split()))
     assert facts["page_kinds"]
     assert str(tmp_path) not in repr(facts)
 
