@@ -51,16 +51,20 @@ class SlotPlan:
         """Those of `_held` that are ready and not ahead: a visit of such alone decides nothing."""
         self._lingering = 0
         """Slots of what is gone and still used."""
-        self._kept_free = 0
-        """Slots that visits under way run the rest of their keys through."""
         self._passing: list[SlotVisit] = []
-        """Visits under way of which keys pass by."""
+        """Visits under way that do not fit."""
         self._untold: list[Sequence[Held]] = []
 
     @property
     def free(self) -> int:
-        """Slots that nothing stands in and no visit needs."""
-        return self.slots - len(self._held) - self._lingering - self._kept_free
+        """Slots that nothing stands in, and through which no visit runs the rest of its keys."""
+        kept = sum(visit.passing_slots for visit in self._passing)
+        return self.slots - len(self._held) - self._lingering - kept
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether a visit under way does not fit: loads ahead leave it what it needs by evicting nothing."""
+        return bool(self._passing)
 
     @property
     def held(self) -> list[Held]:
@@ -126,13 +130,12 @@ class SlotPlan:
             return False
         visit.is_over = True
         leaves = bool(visit.through)
-        if visit.passing:
+        if visit in self._passing:
             self._passing.remove(visit)
         self.counts.passed -= len(visit.waiting)  # they never came
         visit.waiting.clear()
         for held in list(visit.through):
             self.let_out(visit, held)
-        self._kept_free -= visit.passing_slots
         visit.passing_slots = 0
         for held in visit.held:
             held.users -= 1
@@ -156,7 +159,6 @@ class SlotPlan:
             held = self._held[key] = Held(key, is_ahead=False)
             held.is_passing = True
             visit.passing_slots -= 1
-            self._kept_free -= 1
         else:
             self.counts.useful += held.is_ahead
             held.is_ahead = held.is_awaited = False
@@ -168,7 +170,6 @@ class SlotPlan:
         taken = len(visit.held) + len(visit.through) + visit.passing_slots
         spare = min(visit.passing_slots, max(0, taken - self.held_most) if visit.waiting else visit.passing_slots)
         visit.passing_slots -= spare  # what stood already has taken the place of a kept slot
-        self._kept_free -= spare
         return held
 
     def _keep_one(self, visit: SlotVisit) -> None:
@@ -178,7 +179,6 @@ class SlotPlan:
         for key in victims:
             self._evict(key)
         visit.passing_slots += 1
-        self._kept_free += 1
 
     def let_out(self, visit: SlotVisit, held: Held) -> None:
         """Ends the use of what has passed by: its slot is for the next key of the visit, or free where none is left. Where another
@@ -197,7 +197,6 @@ class SlotPlan:
             self._remove(held)
         if visit.waiting:
             visit.passing_slots += 1
-            self._kept_free += 1
 
     def _end_use(self, held: Held) -> None:
         held.users -= 1
@@ -251,11 +250,10 @@ class SlotPlan:
         counts.misses += len(loads)
         counts.late += len(late)
         counts.passed += len(passing)
-        if passing:
+        if passing or visit.through:
             self._passing.append(visit)
-        else:
+        if not passing:
             visit.passing_slots = 0
-        self._kept_free += visit.passing_slots
         visit.held, visit.loads, visit.late, visit.passing = held, tuple(loads), tuple(late), tuple(passing)
         visit.waiting.extend(passing)
         self._note_use(keys)

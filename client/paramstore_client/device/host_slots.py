@@ -227,10 +227,9 @@ class HostSlots:
         self.namespace.check_usable()
         with self._lock:
             self._begin()
-            is_passing = any(visit.waiting or visit.through for visit in self._visits)
             try:
                 with self.namespace.together():
-                    ticket = self._load_ahead(plain_keys(keys), evicting=0 if is_passing else None)
+                    ticket = self._load_ahead(plain_keys(keys), evicting=0 if self._plan.is_passing else None)
             except ParamStoreError:
                 self._is_deciding = False
                 raise
