@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from paramstore.errors import CapacityError, LeaseError
-from paramstore.policy.base import Policy, VisitPolicy, layer_of
+from paramstore.policy.base import Policy, layer_of
 from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
 
 UNTOLD_MAX = 64
@@ -42,7 +42,6 @@ class SlotPlan:
         self.slots = slots
         self.counts = SlotCounts()
         self._policy = policy
-        self._visits = policy if isinstance(policy, VisitPolicy) else None
         few = max(1, min(PASSING_SLOTS[0], slots // 4), min(PASSING_SLOTS[1], slots // 8))
         self._passing_slots = few if passing_slots is None else passing_slots
         self.held_most = slots if held_most is None else held_most
@@ -380,8 +379,7 @@ class SlotPlan:
                 held.is_awaited = False
 
     def _note_use(self, keys: Sequence[Hashable]) -> None:
-        if self._visits is not None:
-            self._visits.begin_visit(keys)
+        self._policy.begin_visit(keys)
         self._policy.record_all(keys)
 
     def _no_room(self, asked: int, missing: int, others: int) -> CapacityError | LeaseError:

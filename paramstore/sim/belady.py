@@ -11,8 +11,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from heapq import nsmallest
 from math import inf
 
+from paramstore.policy.base import Policy
 
-class Belady:
+
+class Belady(Policy):
     """The policy of one arena whose future is known. Time counts the recorded uses; or, with `is_waves`, the expected waves: an
     apply takes what is resident first, so the order within one wave is not known beforehand.
 
@@ -37,10 +39,6 @@ class Belady:
             self._wave.discard(name)
         else:
             self._now += 1
-
-    def record_all(self, names: Iterable[Hashable]) -> None:
-        for name in names:
-            self.record(name)
 
     def hold(self, name: Hashable) -> None:
         self._arrived.pop(name, None)
