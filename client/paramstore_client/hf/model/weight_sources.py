@@ -6,7 +6,7 @@ bit: every expert's gradient is one addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Field
 from paramstore.errors import ConfigError
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
-from paramstore_client.hf.model.kernels import ExpertStack
+from paramstore_client.hf.model.kernels import RecordedStack
 from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
 from paramstore_client.hf.model.layer_weights import CPU, LayerWeights
 from paramstore_client.hf.model.lease_window import Hint, Identities, Window
@@ -144,20 +144,14 @@ class FieldSupply(StreamedSupply):
         super().push(holder[0], gradients)
 
 
-class RecordedField:
-    """One field of the experts of a `FieldSupply`, in their order: a `StackedField` whose tensors come from the graph."""
+def recorded_stacks(fields: Iterable[Field], weights_of: WeightsOf, count: int) -> dict[str, RecordedStack]:
+    """Each of the fields of the `count` experts of a `FieldSupply`, in their order, with tensors that come from the graph."""
 
-    def __init__(self, field: Field, weights_of: WeightsOf, count: int) -> None:
-        self.dtype: torch.dtype = getattr(torch, field.dtype)
-        self.device = CPU
-        self.shape = field.shape
-        self._name = field.name
-        self._weights_of = weights_of
-        self._count = count
+    def in_turn(name: str) -> Iterator[tuple[int, Tensor]]:
+        for position in range(count):
+            yield position, weights_of((position, name))[name]
 
-    def in_turn(self) -> Iterator[tuple[int, Tensor]]:
-        for position in range(self._count):
-            yield position, self._weights_of((position, self._name))[self._name]
+    return RecordedStack.of_fields(fields, CPU, in_turn)
 
 
 class CompactSupply(_LeasedSupply):
@@ -255,6 +249,5 @@ class HeldSupply(ForwardSupply):
             if self._is_streamed:
                 yield lambda position: lease.turn_to(keys[position])
                 return
-            weights = LayerWeights(lease, keys, self._buffers, lent)
-            stacks: Any = {field.name: ExpertStack(weights.field(field)) for field in source.schema.part("param").fields}
+            stacks: Any = LayerWeights(lease, keys, self._buffers, lent).stacks(source.schema.part("param").fields)
             yield lambda holder: stacks
