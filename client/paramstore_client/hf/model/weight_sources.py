@@ -21,7 +21,8 @@ from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.kernels import RecordedStack
 from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
 from paramstore_client.hf.model.layer_weights import CPU, LayerWeights
-from paramstore_client.hf.model.lease_window import Hint, Identities, Window
+from paramstore_client.hf.model.lease_window import Hint, Window
+from paramstore_client.nn.weight_views import Identities
 from paramstore_client.source import ExpertSource, load_ahead
 
 PUSH_BYTES = 4 << 20
