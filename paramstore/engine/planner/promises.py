@@ -70,11 +70,11 @@ def promise(namespace: NamespaceState, opening: Opening, *, reader_slots: int | 
     # Opening to write fences earlier writers: these keep only what they hold.
     ended = [view for view in rivals if view.is_fenced or (is_writer and view.is_writer)]
     promised = sum(view.lease_slots for view in rivals if view not in ended)
-    left = max(0, share - promised - _held_by(ended))
+    left = max(0, share - promised - held_by(ended))
     if others := [view for view in namespace.views if view not in rivals]:
         others_share = share_of(slots, is_writer=not is_writer, reader_slots=reader_slots)
         gone = [view for view in others if view.is_fenced]
-        held = _held_by(gone) + sum(view.lease_slots for view in others if view not in gone)
+        held = held_by(gone) + sum(view.lease_slots for view in others if view not in gone)
         left = max(0, left - max(0, held - others_share))
     if least > left // world_size:
         raise CapacityError(
@@ -86,7 +86,7 @@ def promise(namespace: NamespaceState, opening: Opening, *, reader_slots: int | 
     return max(offered if most is None else min(offered, max(most, 0)), least)
 
 
-def _held_by(views: Iterable[View]) -> int:
+def held_by(views: Iterable[View]) -> int:
     """Slots that these views still hold together; several may hold the same copy."""
     return len({copy for view in views for copy in view.leased})
 
