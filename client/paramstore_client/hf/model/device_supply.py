@@ -32,10 +32,9 @@ from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.dispatch import Dispatch
 from paramstore_client.hf.model.kernels import Kernel
-from paramstore_client.hf.model.layer_call import WeightsOf
+from paramstore_client.hf.model.layer_call import ForwardSupply, WeightsOf
 from paramstore_client.hf.model.layer_weights import LayerWeights
 from paramstore_client.hf.model.lease_window import Hint
-from paramstore_client.hf.model.weight_sources import ForwardSupply
 from paramstore_client.source import load_ahead
 
 GROUPS_MAX = 1024

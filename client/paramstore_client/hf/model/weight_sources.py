@@ -16,10 +16,9 @@ from torch import Tensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Field
-from paramstore.errors import ConfigError
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.kernels import RecordedStack
-from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
+from paramstore_client.hf.model.layer_call import Fields, ForwardSupply, Supply, WeightsOf
 from paramstore_client.hf.model.layer_weights import CPU, LayerWeights
 from paramstore_client.hf.model.lease_window import Hint, Window
 from paramstore_client.nn.weight_views import Identities
@@ -198,29 +197,6 @@ class CompactSupply(_LeasedSupply):
     def let_go(self) -> None:
         self._weights = None
         self._held.close()
-
-
-class ForwardSupply(Supply):
-    """The part that supplies of forwards without a graph share: they refuse every backward."""
-
-    def begin_backward(self) -> None:
-        raise self._refusal()
-
-    def backward_weights(self, holder: None, /) -> Fields:
-        raise self._refusal()
-
-    def push(self, holder: Hashable, gradients: Fields, /) -> None:
-        raise self._refusal()
-
-    def let_go(self) -> None:
-        """Nothing is held between two passes."""
-
-    def finish_backward(self) -> None:
-        raise self._refusal()
-
-    @staticmethod
-    def _refusal() -> ConfigError:
-        return ConfigError("this forward was computed without a graph: it has no backward")
 
 
 class HeldSupply(ForwardSupply):
