@@ -7,7 +7,7 @@ knows. A copy that will be superseded before its next use counts as never needed
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from heapq import nsmallest
 from math import inf
 
@@ -31,6 +31,14 @@ class Belady(Policy):
         self._arrived: dict[Hashable, int] = {}
         """Held names, with the time of their last use or arrival, oldest first."""
         self._wave: set[Hashable] = set()
+
+    @classmethod
+    def of(cls, uses: Iterable[Hashable]) -> Belady:
+        """The policy for exactly these uses, one after the other."""
+        times: dict[Hashable, list[int]] = {}
+        for time, name in enumerate(uses):
+            times.setdefault(name, []).append(time)
+        return cls(times)
 
     def record(self, name: Hashable) -> None:
         self._arrived.pop(name, None)
@@ -71,22 +79,3 @@ class Belady(Policy):
         endings = self._endings.get(name, ())
         after = bisect_right(endings, self._arrived.get(name, self._now - 1))
         return inf if after < len(endings) and endings[after] <= times[index] else times[index]
-
-
-def optimal_hits(uses: Sequence[Hashable], slots: int) -> int:
-    """Counts the most hits that `slots` slots, empty at first, can have on `uses`, one after the other."""
-    times: dict[Hashable, list[int]] = {}
-    for time, name in enumerate(uses):
-        times.setdefault(name, []).append(time)
-    policy, held, hits = Belady(times), set[Hashable](), 0
-    for name in uses:
-        if name in held:
-            hits += 1
-        elif len(held) == slots:
-            victims = policy.victims(1, lambda other: False)
-            assert victims is not None
-            held.discard(victims[0])
-            policy.forget(victims[0])
-        held.add(name)
-        policy.record(name)
-    return hits

@@ -21,7 +21,7 @@ from paramstore.engine.tables.arena import Arena, Arenas
 from paramstore.engine.tables.copies import ParamCopy
 from paramstore.engine.tables.moves import Move, MoveKind
 from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View, WriterGroup
-from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest
+from paramstore.engine.tables.requests import SlotRequest
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
 from paramstore.storage.catalog.base import NamespaceContents, NamespaceRow, Row, StepRow
@@ -142,10 +142,6 @@ class World(PlannerAlone):
         assert request.is_finished
         assert request.error is None
         self.planner.leases.release(view, request.lease_id)
-        self.finish()
-
-    def prefetch(self, view: View, keys: Sequence[ExpertKey]) -> None:
-        self.planner.leases.request_prefetch(PrefetchRequest(self.namespace, "param", None), view, list(keys))
         self.finish()
 
     def begin_apply(self, keys: Sequence[ExpertKey]) -> None:
