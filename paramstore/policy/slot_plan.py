@@ -72,7 +72,8 @@ class SlotPlan:
 
     def grow(self, count: int) -> None:
         """Has `count` slots more, between two visits or within one; the next one that does not fit takes as many more."""
-        self._resize(count)
+        self.slots += count
+        self.held_most = max(1, self.held_most + count)
 
     def shrink(self, count: int) -> int:
         """Has `count` slots fewer: free ones, then those of what no visit uses or waits for, loads ahead last. Returns how many
@@ -85,12 +86,8 @@ class SlotPlan:
         given = max(0, min(count, self.slots - 1, self.free + len(idle) - needed))
         for key in self._choose(given - self.free, lambda key: key in waited or self._held[key].users > 0, spares_ahead=True):
             self._evict(key)
-        self._resize(-given)
+        self.grow(-given)
         return given
-
-    def _resize(self, count: int) -> None:
-        self.slots += count
-        self.held_most = max(1, self.held_most + count)
 
     def find(self, key: Hashable) -> Held | None:
         """What stands for `key`, ready or not."""
@@ -184,7 +181,9 @@ class SlotPlan:
         slot is free for the next key it stays."""
         visit.through.remove(held)
         is_leaving = held.is_passing and not held.is_gone and held.users == 1
-        self._end_use(held)
+        held.users -= 1
+        if held.is_gone:
+            self._lingering -= not held.users
         if not is_leaving:
             return
         if visit.waiting and self.free > 0:
@@ -196,11 +195,6 @@ class SlotPlan:
             self._remove(held)
         if visit.waiting:
             visit.passing_slots += 1
-
-    def _end_use(self, held: Held) -> None:
-        held.users -= 1
-        if held.is_gone and not held.users:
-            self._lingering -= 1
 
     def _decide(self, keys: Sequence[Hashable], *, may_pass: bool) -> SlotVisit:
         self._tell()
@@ -231,8 +225,7 @@ class SlotPlan:
     def _begin(
         self, visit: SlotVisit, keys: Sequence[Hashable], found: dict[Hashable, Held], loaded: set[Hashable], *, passes: bool
     ) -> None:
-        counts = self.counts
-        held, loads, late, passing = list[Held](), list[Held](), list[Held](), list[Hashable]()
+        held, loads, passing = list[Held](), list[Held](), list[Hashable]()
         for key in keys:
             one = found.get(key)
             is_beyond = passes and len(held) + len(visit.through) + visit.passing_slots >= self.held_most
@@ -243,17 +236,16 @@ class SlotPlan:
                 one = self._held[key] = Held(key, is_ahead=False)
                 loads.append(one)
             else:
-                self._find(visit, one, late, passes=passes)
+                self._find(visit, one, passes=passes)
             one.users += 1
             (visit.through if one.is_passing else held).append(one)
-        counts.misses += len(loads)
-        counts.late += len(late)
-        counts.passed += len(passing)
+        self.counts.misses += len(loads)
+        self.counts.passed += len(passing)
         if passing or visit.through:
             self._passing.append(visit)
         if not passing:
             visit.passing_slots = 0
-        visit.held, visit.loads, visit.late, visit.passing = held, tuple(loads), tuple(late), tuple(passing)
+        visit.held, visit.loads, visit.passing = held, tuple(loads), tuple(passing)
         visit.waiting.extend(passing)
         self._note_use(keys)
         self._await_no_more(set(map(layer_of, keys)))
@@ -261,18 +253,16 @@ class SlotPlan:
             if key not in self._held or self._held[key].is_passing:
                 self._policy.forget(key)
 
-    def _find(self, visit: SlotVisit, one: Held, late: list[Held], *, passes: bool) -> None:
+    def _find(self, visit: SlotVisit, one: Held, *, passes: bool) -> None:
         """Counts a key that stands already, or is on its way."""
         self.counts.useful += one.is_ahead
         visit.ahead_ready += one.is_awaited and one.is_ready
         visit.ahead_late += one.is_awaited and not one.is_ready
         one.is_passing = passes and one.is_ahead and not one.users
         one.is_ahead = one.is_awaited = False
-        if not one.is_ready:
-            late.append(one)
-            return
-        self.counts.hits += 1
-        if not one.is_passing:
+        self.counts.hits += one.is_ready
+        self.counts.late += not one.is_ready
+        if one.is_ready and not one.is_passing:
             self._fast[one.key] = one
 
     def skip(self, layers: Iterable[object]) -> None:

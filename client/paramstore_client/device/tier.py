@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from types import TracebackType
 
 import torch
@@ -28,7 +27,6 @@ from paramstore.core.arguments import indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch, StepMismatch
-from paramstore.policy.base import Policy
 from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
@@ -70,10 +68,6 @@ def _out_of_memory(tier: DeviceTier) -> CapacityError:
     )
 
 
-def _plan_of(make_policy: Callable[[int, Sequence[int]], Policy], order: Sequence[int], slots: int) -> SlotPlan:
-    return SlotPlan(slots, make_policy(slots, order))
-
-
 class DeviceTier:
     """An `ExpertSource` in front of a namespace: `StoredExperts(tier, layer)` computes on the device.
 
@@ -96,9 +90,8 @@ class DeviceTier:
         if not isinstance(namespace, HostSource):
             raise wrong("namespace", namespace, "an open namespace")
         slots = whole_number("slots", slots, least=1)
-        order = indices("layers", namespace.layers if layers is None else layers)
-        make_policy = partial(make_slot_policy, text("policy", policy))
-        self._make_plan = partial(_plan_of, make_policy, order)
+        self._order = indices("layers", namespace.layers if layers is None else layers)
+        self._policy = text("policy", policy)
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
@@ -113,6 +106,9 @@ class DeviceTier:
         self._touched: dict[ExpertKey, None] = {}
         self._acquire_count = 0
         self._stop_watching = namespace.before_unmap(self._forget_memory)
+
+    def _make_plan(self, count: int) -> SlotPlan:
+        return SlotPlan(count, make_slot_policy(self._policy, count, self._order))
 
     def _make_slots(self, count: int) -> DeviceSlots:
         return DeviceSlots(self._part, count, device=self.device, copier=self._copier)
