@@ -11,15 +11,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from paramstore.core.key import ExpertKey
+from paramstore.core.location import Identity
 from paramstore.errors import LeaseError, StepMismatch
 from paramstore_client.handle.base import plain_keys
-from paramstore_client.source import load_ahead
+from paramstore_client.source import HostSource, WeightLease, load_ahead
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from paramstore.core.location import Identity
-    from paramstore_client.source import HostSource, WeightLease
 
 
 class PartsLease:
