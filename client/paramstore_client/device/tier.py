@@ -100,8 +100,6 @@ class DeviceTier:
         self._part = self.schema.part("param")
         self._copier = make_copier(self.device, bounce_bytes=self._part.image_bytes)
         self.copies = DeviceCopies(namespace, self._make_plan(slots), self._make_slots(slots))
-        self._passing: set[SlotVisit] = set()
-        """Visits under way that do not fit."""
         self._prefetches: deque[DeviceTicket] = deque()
         self._touched: dict[ExpertKey, None] = {}
         self._acquire_count = 0
@@ -192,8 +190,6 @@ class DeviceTier:
         self._forget_ahead(layer for layer, _ in wanted)
         lease = DeviceLease(self, visit, view=self.namespace.view_change_count, timeout_s=timeout_s)
         try:
-            if visit.passing or visit.through:
-                self._passing.add(visit)
             if len(lacking) > TURN_KEYS:
                 load_ahead(self.namespace, lacking)  # on the host, while the first ones are copied and computed with
             self._touched.update(dict.fromkeys(wanted))
@@ -258,7 +254,7 @@ class DeviceTier:
         Raises LeaseError while something is leased here, CapacityError where one slot is all there is: then nothing has changed.
         Where not even one can be made it raises that too, and the tier has none, as every later call of it says: close it.
         """
-        if self._passing or any(held.users for held in self.plan.held):
+        if self.plan.is_passing or any(held.users for held in self.plan.held):
             raise LeaseError(f"the slots on {self.device} are in use: release their leases first")
         asked = count = self.slots.count
         if count == 1:
@@ -316,7 +312,6 @@ class DeviceTier:
             if held.users == 1 and not self.copies.has(held):
                 self.plan.fail(held)  # nobody has asked for its bytes
         self.plan.end_visit(visit)
-        self._passing.discard(visit)
         self.copies.free_gone()
         self.settle()
 
@@ -346,7 +341,7 @@ class DeviceTier:
             most = self.copies.ahead_keys
             if not most:
                 return False
-            loads, _ = self.plan.ahead(ticket.on_host, most=most, evicting=0 if self._passing else None)
+            loads, _ = self.plan.ahead(ticket.on_host, most=most, evicting=0 if self.plan.is_passing else None)
             if loads:
                 self.copies.fill_ahead(loads)
             ticket.on_host = self.lacking(ticket.on_host) if len(loads) == most else ()
