@@ -170,7 +170,7 @@ def test_a_loaded_model_computes_in_slots_as_in_leases(
     torch.manual_seed(0)
     leased = ps.hf.from_config(auto, tiny_config("qwen3_moe"), **given)
     leased.save_pretrained(tmp_path)
-    monkeypatch.setattr(Placement, "of", lambda model, layout, schema, memory, cache_shape: Placement(CPU, memory.slots))
+    monkeypatch.setattr(Placement, "of", lambda model, layout, schema, memory, cache_shape: Placement(CPU, memory.given))
     there = ps.hf.from_pretrained(auto, tmp_path, expert_memory=slots, residency="ring", **given)
     with ps.hf.namespace(leased), ps.hf.namespace(there), torch.no_grad():
         tier = layer_of(next(iter(experts_modules(there).values()))).source
