@@ -31,11 +31,10 @@ from paramstore_client.handle.ranks import ALONE, Rank
 from paramstore_client.handle.residency import Residency
 from paramstore_client.handle.steps import Refreshed, Steps
 from paramstore_client.handle.updates import Updates
+from paramstore_client.source import LeaseKeeper
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from paramstore_client.source import LeaseKeeper
 
 
 class Namespace(Updates, Residency, Steps):

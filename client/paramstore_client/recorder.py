@@ -37,22 +37,13 @@ class TraceRecorder:
     """
 
     def __init__(self, source: ExpertSource) -> None:
+        self.schema: Schema = source.schema
+        self.layers: Sequence[int] = source.layers
+        self.experts: int = source.experts
         self._source = source
         self._events: list[TraceEvent] = []
         self._step_start = 0
         """Index of the first event of the step under way."""
-
-    @property
-    def schema(self) -> Schema:
-        return self._source.schema
-
-    @property
-    def layers(self) -> Sequence[int]:
-        return self._source.layers
-
-    @property
-    def experts(self) -> int:
-        return self._source.experts
 
     @property
     def lease_slots(self) -> int:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _log = logging.getLogger(__name__)
+
+T_co = TypeVar("T_co", covariant=True)
 
 Loan = tuple[int, Sequence[int]]
 """Lease slots beyond the promise: how many there are now, and a word whose one number says how many may be kept. It falls when
@@ -157,6 +159,29 @@ class HostTicket(AheadTicket, Protocol):
         ...
 
 
+class TicketFor(Protocol[T_co]):
+    """A request under way, for a lease or a loan."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is an outcome, as far as was heard; `done` listens first."""
+        ...
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> T_co:
+        """The lease, as soon as all its keys are there, or what was lent, all in all; raises what the service refuses it with."""
+        ...
+
+    def abandon(self) -> None:
+        """Gives it up: what was or will be leased is released."""
+        ...
+
+
+LeaseTicket = TicketFor[WeightLease]
+LoanTicket = TicketFor[Loan]
+
+
 @runtime_checkable
 class LeaseKeeper(Protocol):
     """Keeps leases beyond their use, so that the next use asks nobody."""
@@ -167,20 +192,6 @@ class LeaseKeeper(Protocol):
 
     def let_go(self) -> None:
         """Releases every lease that nobody uses: the session ends. Must neither wait nor raise."""
-        ...
-
-
-class LoanTicket(Protocol):
-    """A request to borrow under way."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> Loan:
-        """What was lent, all in all; raises what the service refuses it with."""
-        ...
-
-    def abandon(self) -> None:
-        """Gives it up: the outcome is nobody's."""
         ...
 
 
@@ -199,25 +210,6 @@ class Lender(Protocol):
     def leave(self) -> None:
         """Notes that the keeper keeps no lease beyond its use any more, and has given back what it borrowed: the next one may
         borrow. A second call does nothing."""
-        ...
-
-
-class LeaseTicket(Protocol):
-    """An `acquire` under way."""
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether there is an outcome, as far as was heard; `done` listens first."""
-        ...
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> WeightLease:
-        """The lease, as soon as all its keys are there; raises what `acquire` raises."""
-        ...
-
-    def abandon(self) -> None:
-        """Gives it up: what was or will be leased is released."""
         ...
 
 

@@ -21,17 +21,15 @@ class SessionLoans:
         self._is_sent = False
         """Whether the client has the page."""
         self._words: dict[View, int] = {}
-        self._unused: list[int] = []
-        """Words that were some view's. Those of all views and these are the first of the page."""
 
     def borrow(self, view: View, r: m.Borrow) -> Sent:
         """Lends the view what it asks for, as far as there is something, and tells the client. Raises as `Store.lend`, and
         CapacityError where no page can be made or all its words are taken; then nothing is lent."""
         self._page = self._page or Words()
         if view not in self._words:
-            if not self._unused and len(self._words) >= WORDS:
+            if len(self._words) >= WORDS:
                 raise CapacityError(f"{WORDS} handles of this session have borrowed lease slots, which is the limit")
-            self._words[view] = self._unused.pop() if self._unused else len(self._words)
+            self._words[view] = min(set(range(len(self._words) + 1)).difference(self._words.values()))
         count = self._store.lend(view, r.count)
         self.tell(view)
         fds = [] if self._is_sent else [self._page.fd]
@@ -52,9 +50,7 @@ class SessionLoans:
 
     def forget(self, view: View) -> None:
         """Forgets the view, which is closed: its word is for another."""
-        word = self._words.pop(view, None)
-        if word is not None:
-            self._unused.append(word)
+        self._words.pop(view, None)
 
     def close(self) -> None:
         """Gives the page up, as the connection has ended."""

@@ -19,6 +19,7 @@ from paramstore.engine.capacity.recall import RECALL_WAIT_S, Recall
 from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.planner.permission import check_unclaimed, prepared_error
 from paramstore.engine.planner.planner import fresh_namespace
+from paramstore.engine.planner.promises import Opening
 from paramstore.engine.ranks import Ranks
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.steps.history import History
@@ -92,19 +93,16 @@ class Admission:
         behind then."""
         check_name(name)
         schema = Schema.from_description(description)
-        keys = KeySpace.of(tuple(layers), experts)
+        keys, opening = KeySpace.of(tuple(layers), experts), Opening(group or WriterGroup())
         async with self._lock:
             existing = self._namespaces.get(name)
-            if existing is not None:
-                self._check_reusable(existing, schema, keys)
-            else:
-                return await self._create(name, schema, keys, host_bytes, group)
-        with self._recall(existing, is_writer=True, group=group) as recall:
-            return await self._open_writer(existing, host_bytes, recall, at=None, group=group)
+            if existing is None:
+                return await self._create(name, schema, keys, host_bytes, opening)
+            self._check_reusable(existing, schema, keys)
+        with self._recall(existing, opening) as recall:
+            return await self._open_writer(existing, host_bytes, recall, at=None)
 
-    async def _create(
-        self, name: str, schema: Schema, keys: KeySpace, host_bytes: int | None, group: WriterGroup | None
-    ) -> View:
+    async def _create(self, name: str, schema: Schema, keys: KeySpace, host_bytes: int | None, opening: Opening) -> View:
         self._host.check_least(name, schema, len(keys), host_bytes)
         pack_description(schema, keys)  # what does not fit a commit note is refused now, not at the first commit
         row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
@@ -119,7 +117,7 @@ class Admission:
             self._host.close_arenas(namespace)
             raise
         self._namespaces[name] = namespace
-        return self._open_view(namespace, is_writer=True, group=group)
+        return self._open_view(namespace, opening)
 
     @staticmethod
     def _check_reusable(existing: NamespaceState, schema: Schema, keys: KeySpace) -> None:
@@ -147,37 +145,27 @@ class Admission:
         if namespace is None:
             known = ", ".join(sorted(self._namespaces)) or "none"
             raise UnknownNamespace(f"there is no namespace {name!r}; there are: {known}")
-        most = max_lease_slots if mode == "read" else None
-        recall = self._recall(namespace, is_writer=mode == "write", group=group, least=min_lease_slots, most=most)
         if mode == "read":
             self.reader_step(namespace, at)  # refused before any memory moves
+            opening = Opening(None, min_lease_slots, max_lease_slots)
 
             def open_reader() -> View:
                 step = self.reader_step(namespace, at)  # a commit may have dropped it meanwhile
-                return self._open_view(
-                    namespace, is_writer=False, step=step, min_lease_slots=min_lease_slots, max_lease_slots=max_lease_slots
-                )
+                return self._open_view(namespace, opening, step)
 
-            with recall:
+            with self._recall(namespace, opening) as recall:
                 return await self._with_memory(namespace, host_bytes, recall, open_reader)
-        with recall:
-            if min_lease_slots:
-                await self._check_slots(namespace, host_bytes, recall, group=group, least=min_lease_slots)
+        with self._recall(namespace, Opening(group or WriterGroup(), min_lease_slots)) as recall:
+            await self._check_slots(namespace, host_bytes, recall)
             prepared = namespace.steps.prepared_step  # this includes a step that is still being prepared
             if at is not None and at != prepared:
                 namespace.steps.ledger.check_rollback(at)  # refused before anybody is fenced
             elif at is None and prepared is not None:
                 raise prepared_error(namespace, what="open_namespace")
-            return await self._open_writer(namespace, host_bytes, recall, at=at, group=group, min_lease_slots=min_lease_slots)
+            return await self._open_writer(namespace, host_bytes, recall, at=at)
 
-    def _recall(
-        self, namespace: NamespaceState, *, is_writer: bool, group: WriterGroup | None, least: int = 0, most: int | None = None
-    ) -> Recall:
-        world_size = 1 if group is None else group.world_size
-        return Recall(
-            self._transfers, namespace, is_writer=is_writer, world_size=world_size, least=least, most=most,
-            wait_s=self._recall_wait_s,
-        )  # fmt: skip
+    def _recall(self, namespace: NamespaceState, opening: Opening) -> Recall:
+        return Recall(self._transfers, namespace, opening, wait_s=self._recall_wait_s)
 
     async def _with_memory(
         self, namespace: NamespaceState, host_bytes: int | None, recall: Recall, finish: Callable[[], T]
@@ -203,44 +191,32 @@ class Admission:
             raise StepDropped(f"step {at} of {namespace.name!r} is being dropped")
         return namespace.steps.ledger.step(at).step
 
-    async def _open_writer(
-        self, namespace: NamespaceState, host_bytes: int | None, recall: Recall, *, at: int | None, group: WriterGroup | None,
-        min_lease_slots: int = 0,
-    ) -> View:  # fmt: skip
+    async def _open_writer(self, namespace: NamespaceState, host_bytes: int | None, recall: Recall, *, at: int | None) -> View:
         """Fences the present writer and rolls back. The rollback waits for a commit of this namespace, so it runs outside the lock:
         other namespaces can be opened meanwhile. Writers that come at once open in turn, and each fences the one before."""
         self._fence(namespace)  # at once; the caller has checked just before that the slots asked for are left
         async with self._opening[namespace.name]:
-            if min_lease_slots:
-                await self._check_slots(namespace, host_bytes, recall, group=group, least=min_lease_slots)
+            await self._check_slots(namespace, host_bytes, recall)
             self._fence(namespace)
             await self._history.reopen(namespace, at=at)
-            open_view = partial(self._open_view, namespace, is_writer=True, group=group, min_lease_slots=min_lease_slots)
-            return await self._with_memory(namespace, host_bytes, recall, open_view)
+            return await self._with_memory(namespace, host_bytes, recall, partial(self._open_view, namespace, recall.opening))
 
-    def _open_view(
-        self, namespace: NamespaceState, *, is_writer: bool, step: int | None = None, group: WriterGroup | None = None,
-        min_lease_slots: int = 0, max_lease_slots: int | None = None,
-    ) -> View:  # fmt: skip
+    def _open_view(self, namespace: NamespaceState, opening: Opening, step: int | None = None) -> View:
         with self._transfers.deciding() as planner:
-            return planner.views.open(
-                namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=min_lease_slots,
-                max_lease_slots=max_lease_slots,
-            )  # fmt: skip
+            return planner.views.open(namespace, opening, step=step)
 
     def _fence(self, namespace: NamespaceState) -> None:
         if namespace.writing.group is not None:
             self._ranks.fence(namespace.writing.group)
 
-    async def _check_slots(
-        self, namespace: NamespaceState, host_bytes: int | None, recall: Recall, *, group: WriterGroup | None, least: int
-    ) -> None:
-        """Raises CapacityError where a writer that opens now cannot be promised `least` slots; it fences nobody."""
-        world_size = 1 if group is None else group.world_size
+    async def _check_slots(self, namespace: NamespaceState, host_bytes: int | None, recall: Recall) -> None:
+        """Raises CapacityError where a writer that opens now cannot be promised the slots that it asks for; it fences nobody."""
+        if not recall.opening.least:
+            return
 
         def check() -> None:
             with self._transfers.deciding() as planner:
-                planner.views.promise(namespace, is_writer=True, world_size=world_size, least=least)
+                planner.views.promise(namespace, recall.opening)
 
         await self._with_memory(namespace, host_bytes, recall, check)
 

@@ -20,8 +20,13 @@ class Policy(Protocol):
         ...
 
     def record_all(self, names: Iterable[Hashable]) -> None:
-        """Calls `record` for each of `names`, in order."""
-        ...
+        """Does what `record` does for each of `names`, in order."""
+        for name in names:
+            self.record(name)
+
+    def begin_visit(self, names: Collection[Hashable]) -> None:
+        """Begins a visit that uses `names`, held or not; `record` of each follows. Nothing to a policy that counts uses alone."""
+        return
 
     def hold(self, name: Hashable) -> None:
         """Holds `name` from here on, or anew, without a use now: it was prefetched, or an update made it."""
@@ -29,8 +34,8 @@ class Policy(Protocol):
 
     def expect(self, names: Iterable[Hashable]) -> None:
         """Announces that each of `names`, held or not, is used at the next visit of its layer: an apply that begins is to change
-        it. Only a policy that looks ahead does something with that."""
-        ...
+        it. Nothing to a policy to which only the past counts."""
+        return
 
     def forget(self, name: Hashable) -> None:
         """Holds `name` no more (it was evicted or retired). Unknown names are ignored."""
@@ -45,15 +50,6 @@ class Policy(Protocol):
 
     def heat(self, name: Hashable) -> float:
         """How much `name` is used, for people: 0 is cold; comparable within one arena."""
-        ...
-
-
-@runtime_checkable
-class VisitPolicy(Policy, Protocol):
-    """A policy that wants to know which names are used together."""
-
-    def begin_visit(self, names: Collection[Hashable]) -> None:
-        """Begins a visit that uses `names`, held or not; `record` of each follows."""
         ...
 
 

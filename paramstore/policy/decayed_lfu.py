@@ -27,6 +27,7 @@ from itertools import chain, islice
 from math import nan
 
 from paramstore.core.counts import Counts, dropping_zeros
+from paramstore.policy.base import CountingPolicy
 
 UNIT_MAX = 1e150
 """Weights are scaled back before they leave the range of a float."""
@@ -44,7 +45,7 @@ class _Place:
         self.names: OrderedDict[Hashable, None] = OrderedDict()
 
 
-class DecayedLfu:
+class DecayedLfu(CountingPolicy):
     """A policy that keeps the counts of one arena and the order that follows from them.
 
     A count is kept as a weight, hits x unit. Decaying all counts is then one division of the unit by β, and touches only
@@ -93,9 +94,6 @@ class DecayedLfu:
     def hold(self, name: Hashable) -> None:
         """Counts as a use."""
         self.record(name)
-
-    def expect(self, names: Iterable[Hashable]) -> None:
-        """Does nothing, since only the past counts."""
 
     def forget(self, name: Hashable) -> None:
         self._moved.pop(name, None)

@@ -8,13 +8,13 @@ too. Its buffer belongs to one layer. Here layers share one, and a key counts as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable
 from heapq import nsmallest
 
-from paramstore.policy.base import layer_of
+from paramstore.policy.base import Policy, layer_of
 
 
-class LifoInactive:
+class LifoInactive(Policy):
     """A policy that keeps when each held name came, and which names each layer's last visit used. Names are (layer, expert) keys;
     other names are one layer."""
 
@@ -33,16 +33,9 @@ class LifoInactive:
         if name not in self._arrived:
             self.hold(name)
 
-    def record_all(self, names: Iterable[Hashable]) -> None:
-        for name in names:
-            self.record(name)
-
     def hold(self, name: Hashable) -> None:
         self._arrivals += 1
         self._arrived[name] = self._arrivals
-
-    def expect(self, names: Iterable[Hashable]) -> None:
-        """Does nothing, since only visits count."""
 
     def forget(self, name: Hashable) -> None:
         self._arrived.pop(name, None)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice
 
 from paramstore.core.counts import Counts
+from paramstore.policy.base import CountingPolicy
 
 
-class Lru:
+class Lru(CountingPolicy):
     """A policy that keeps the held names in order of use."""
 
     def __init__(self) -> None:
@@ -37,9 +38,6 @@ class Lru:
     def hold(self, name: Hashable) -> None:
         """Counts as a use: an LRU order knows nothing else."""
         self.record(name)
-
-    def expect(self, names: Iterable[Hashable]) -> None:
-        """Does nothing, since only the past counts."""
 
     def forget(self, name: Hashable) -> None:
         self._used_at.pop(name, None)

@@ -7,13 +7,13 @@ layers ahead that is the layer just left, as in the paper; with some experts of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from heapq import nsmallest
 
-from paramstore.policy.base import layer_of
+from paramstore.policy.base import Policy, layer_of
 
 
-class RingOrder:
+class RingOrder(Policy):
     """A policy that keeps where the ring is. Names are (layer, expert) keys; a name of no layer of the ring goes first.
 
     layers: in the order of their visits, again and again.
@@ -33,15 +33,8 @@ class RingOrder:
         self._uses += 1
         self._used_at[name] = self._uses
 
-    def record_all(self, names: Iterable[Hashable]) -> None:
-        for name in names:
-            self.record(name)
-
     def hold(self, name: Hashable) -> None:
         self.record(name)
-
-    def expect(self, names: Iterable[Hashable]) -> None:
-        """Does nothing: the order is known."""
 
     def forget(self, name: Hashable) -> None:
         self._used_at.pop(name, None)

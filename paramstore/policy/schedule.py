@@ -29,7 +29,7 @@ LATE_VISITS = 2
 """Number of visits that ranks of one job may be apart."""
 
 
-class Schedule:
+class Schedule(CountingPolicy):
     """A policy that keeps the position in the declared cycle and what is known of each layer. Names are expert keys once an order
     is declared.
 

@@ -19,13 +19,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from paramstore.errors import CapacityError, LeaseError
-from paramstore.policy.base import Policy, VisitPolicy, layer_of
+from paramstore.policy.base import Policy, layer_of
 from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
 
 UNTOLD_MAX = 64
 """Visits of which the policy is told together: a decision tells it first, so that only time is saved."""
 PASSING_SLOTS = 4, 8
 """Slots for the rest of a visit that does not fit: a quarter up to the first, an eighth up to the second, as the daemon reads."""
+LEFT_TO_OTHERS = 8
+"""One of so many slots, at least one, is no visit's that can also do with less: another thread's goes on with it."""
 
 
 class SlotPlan:
@@ -42,7 +44,6 @@ class SlotPlan:
         self.slots = slots
         self.counts = SlotCounts()
         self._policy = policy
-        self._visits = policy if isinstance(policy, VisitPolicy) else None
         few = max(1, min(PASSING_SLOTS[0], slots // 4), min(PASSING_SLOTS[1], slots // 8))
         self._passing_slots = few if passing_slots is None else passing_slots
         self.held_most = slots if held_most is None else held_most
@@ -51,16 +52,20 @@ class SlotPlan:
         """Those of `_held` that are ready and not ahead: a visit of such alone decides nothing."""
         self._lingering = 0
         """Slots of what is gone and still used."""
-        self._kept_free = 0
-        """Slots that visits under way run the rest of their keys through."""
         self._passing: list[SlotVisit] = []
-        """Visits under way of which keys pass by."""
+        """Visits under way that do not fit."""
         self._untold: list[Sequence[Held]] = []
 
     @property
     def free(self) -> int:
-        """Slots that nothing stands in and no visit needs."""
-        return self.slots - len(self._held) - self._lingering - self._kept_free
+        """Slots that nothing stands in, and through which no visit runs the rest of its keys."""
+        kept = sum(visit.passing_slots for visit in self._passing)
+        return self.slots - len(self._held) - self._lingering - kept
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether a visit under way does not fit: loads ahead leave it what it needs by evicting nothing."""
+        return bool(self._passing)
 
     @property
     def held(self) -> list[Held]:
@@ -69,7 +74,8 @@ class SlotPlan:
 
     def grow(self, count: int) -> None:
         """Has `count` slots more, between two visits or within one; the next one that does not fit takes as many more."""
-        self._resize(count)
+        self.slots += count
+        self.held_most = max(1, self.held_most + count)
 
     def shrink(self, count: int) -> int:
         """Has `count` slots fewer: free ones, then those of what no visit uses or waits for, loads ahead last. Returns how many
@@ -82,12 +88,8 @@ class SlotPlan:
         given = max(0, min(count, self.slots - 1, self.free + len(idle) - needed))
         for key in self._choose(given - self.free, lambda key: key in waited or self._held[key].users > 0, spares_ahead=True):
             self._evict(key)
-        self._resize(-given)
+        self.grow(-given)
         return given
-
-    def _resize(self, count: int) -> None:
-        self.slots += count
-        self.held_most = max(1, self.held_most + count)
 
     def find(self, key: Hashable) -> Held | None:
         """What stands for `key`, ready or not."""
@@ -126,13 +128,12 @@ class SlotPlan:
             return False
         visit.is_over = True
         leaves = bool(visit.through)
-        if visit.passing:
+        if visit in self._passing:
             self._passing.remove(visit)
         self.counts.passed -= len(visit.waiting)  # they never came
         visit.waiting.clear()
         for held in list(visit.through):
             self.let_out(visit, held)
-        self._kept_free -= visit.passing_slots
         visit.passing_slots = 0
         for held in visit.held:
             held.users -= 1
@@ -156,7 +157,6 @@ class SlotPlan:
             held = self._held[key] = Held(key, is_ahead=False)
             held.is_passing = True
             visit.passing_slots -= 1
-            self._kept_free -= 1
         else:
             self.counts.useful += held.is_ahead
             held.is_ahead = held.is_awaited = False
@@ -168,7 +168,6 @@ class SlotPlan:
         taken = len(visit.held) + len(visit.through) + visit.passing_slots
         spare = min(visit.passing_slots, max(0, taken - self.held_most) if visit.waiting else visit.passing_slots)
         visit.passing_slots -= spare  # what stood already has taken the place of a kept slot
-        self._kept_free -= spare
         return held
 
     def _keep_one(self, visit: SlotVisit) -> None:
@@ -178,14 +177,15 @@ class SlotPlan:
         for key in victims:
             self._evict(key)
         visit.passing_slots += 1
-        self._kept_free += 1
 
     def let_out(self, visit: SlotVisit, held: Held) -> None:
         """Ends the use of what has passed by: its slot is for the next key of the visit, or free where none is left. Where another
         slot is free for the next key it stays."""
         visit.through.remove(held)
         is_leaving = held.is_passing and not held.is_gone and held.users == 1
-        self._end_use(held)
+        held.users -= 1
+        if held.is_gone:
+            self._lingering -= not held.users
         if not is_leaving:
             return
         if visit.waiting and self.free > 0:
@@ -197,12 +197,6 @@ class SlotPlan:
             self._remove(held)
         if visit.waiting:
             visit.passing_slots += 1
-            self._kept_free += 1
-
-    def _end_use(self, held: Held) -> None:
-        held.users -= 1
-        if held.is_gone and not held.users:
-            self._lingering -= 1
 
     def _decide(self, keys: Sequence[Hashable], *, may_pass: bool) -> SlotVisit:
         self._tell()
@@ -233,8 +227,7 @@ class SlotPlan:
     def _begin(
         self, visit: SlotVisit, keys: Sequence[Hashable], found: dict[Hashable, Held], loaded: set[Hashable], *, passes: bool
     ) -> None:
-        counts = self.counts
-        held, loads, late, passing = list[Held](), list[Held](), list[Held](), list[Hashable]()
+        held, loads, passing = list[Held](), list[Held](), list[Hashable]()
         for key in keys:
             one = found.get(key)
             is_beyond = passes and len(held) + len(visit.through) + visit.passing_slots >= self.held_most
@@ -245,18 +238,16 @@ class SlotPlan:
                 one = self._held[key] = Held(key, is_ahead=False)
                 loads.append(one)
             else:
-                self._find(visit, one, late, passes=passes)
+                self._find(visit, one, passes=passes)
             one.users += 1
             (visit.through if one.is_passing else held).append(one)
-        counts.misses += len(loads)
-        counts.late += len(late)
-        counts.passed += len(passing)
-        if passing:
+        self.counts.misses += len(loads)
+        self.counts.passed += len(passing)
+        if passing or visit.through:
             self._passing.append(visit)
-        else:
+        if not passing:
             visit.passing_slots = 0
-        self._kept_free += visit.passing_slots
-        visit.held, visit.loads, visit.late, visit.passing = held, tuple(loads), tuple(late), tuple(passing)
+        visit.held, visit.loads, visit.passing = held, tuple(loads), tuple(passing)
         visit.waiting.extend(passing)
         self._note_use(keys)
         self._await_no_more(set(map(layer_of, keys)))
@@ -264,18 +255,16 @@ class SlotPlan:
             if key not in self._held or self._held[key].is_passing:
                 self._policy.forget(key)
 
-    def _find(self, visit: SlotVisit, one: Held, late: list[Held], *, passes: bool) -> None:
+    def _find(self, visit: SlotVisit, one: Held, *, passes: bool) -> None:
         """Counts a key that stands already, or is on its way."""
         self.counts.useful += one.is_ahead
         visit.ahead_ready += one.is_awaited and one.is_ready
         visit.ahead_late += one.is_awaited and not one.is_ready
         one.is_passing = passes and one.is_ahead and not one.users
         one.is_ahead = one.is_awaited = False
-        if not one.is_ready:
-            late.append(one)
-            return
-        self.counts.hits += 1
-        if not one.is_passing:
+        self.counts.hits += one.is_ready
+        self.counts.late += not one.is_ready
+        if one.is_ready and not one.is_passing:
             self._fast[one.key] = one
 
     def skip(self, layers: Iterable[object]) -> None:
@@ -381,8 +370,7 @@ class SlotPlan:
                 held.is_awaited = False
 
     def _note_use(self, keys: Sequence[Hashable]) -> None:
-        if self._visits is not None:
-            self._visits.begin_visit(keys)
+        self._policy.begin_visit(keys)
         self._policy.record_all(keys)
 
     def _no_room(self, asked: int, missing: int, others: int) -> CapacityError | LeaseError:
@@ -396,3 +384,8 @@ class SlotPlan:
 
 def _is_spared(held: Held) -> bool:
     return held.is_awaited or not held.is_ready
+
+
+def most_for_one(slots: int) -> int:
+    """Most of `slots` that one visit which may pass takes, so that others go on (`held_most`)."""
+    return max(1, slots - max(1, slots // LEFT_TO_OTHERS))

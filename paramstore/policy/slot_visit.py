@@ -62,15 +62,14 @@ class Held:
 class SlotVisit:
     """What one visit finds and needs; its `held` are in use, and `passing_slots` slots kept free for it, until `end_visit`.
 
-    held: in the order of the visit's keys, without those that pass. loads: those of `held` that are to be loaded now. late: those
-    that are still on their way. passing: keys to be run through `passing_slots` slots, as many at a time (`let_in`, `let_out`).
-    through: those of them that have a slot now, and what was loaded ahead and passes. evicted: what gave room. ahead_ready,
-    ahead_late: keys loaded ahead of it, not of an earlier visit of its layer, whose bytes had come, or had not.
+    held: in the order of the visit's keys, without those that pass. loads: those of `held` that are to be loaded now. passing: keys
+    to be run through `passing_slots` slots, as many at a time (`let_in`, `let_out`). through: those of them that have a slot now,
+    and what was loaded ahead and passes. evicted: what gave room. ahead_ready, ahead_late: keys loaded ahead of it, not of an
+    earlier visit of its layer, whose bytes had come, or had not.
     """
 
     held: Sequence[Held]
     loads: tuple[Held, ...] = ()
-    late: tuple[Held, ...] = ()
     passing: tuple[Hashable, ...] = ()
     passing_slots: int = 0
     evicted: tuple[Held, ...] = ()

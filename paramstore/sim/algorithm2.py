@@ -7,11 +7,13 @@ below the threshold: here the lowest of all. Ties go to the least recently used;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from heapq import nsmallest
 
+from paramstore.policy.base import Policy
 
-class Algorithm2:
+
+class Algorithm2(Policy):
     """A policy that keeps the hits of what is held. Slow and plain: each decay touches every count."""
 
     def __init__(self, *, threshold: float, beta: float, decay_steps: int, capacity: int) -> None:
@@ -29,15 +31,8 @@ class Algorithm2:
         self._accesses += 1
         self._hits[name] = self._hits.pop(name, 0.0) + 1
 
-    def record_all(self, names: Iterable[Hashable]) -> None:
-        for name in names:
-            self.record(name)
-
     def hold(self, name: Hashable) -> None:
         self._hits[name] = self._hits.pop(name, 0.0)
-
-    def expect(self, names: Iterable[Hashable]) -> None:
-        """Does nothing, since only the past counts."""
 
     def forget(self, name: Hashable) -> None:
         self._hits.pop(name, None)

@@ -7,12 +7,14 @@ knows. A copy that will be superseded before its next use counts as never needed
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from heapq import nsmallest
 from math import inf
 
+from paramstore.policy.base import Policy
 
-class Belady:
+
+class Belady(Policy):
     """The policy of one arena whose future is known. Time counts the recorded uses; or, with `is_waves`, the expected waves: an
     apply takes what is resident first, so the order within one wave is not known beforehand.
 
@@ -30,6 +32,14 @@ class Belady:
         """Held names, with the time of their last use or arrival, oldest first."""
         self._wave: set[Hashable] = set()
 
+    @classmethod
+    def of(cls, uses: Iterable[Hashable]) -> Belady:
+        """The policy for exactly these uses, one after the other."""
+        times: dict[Hashable, list[int]] = {}
+        for time, name in enumerate(uses):
+            times.setdefault(name, []).append(time)
+        return cls(times)
+
     def record(self, name: Hashable) -> None:
         self._arrived.pop(name, None)
         self._arrived[name] = self._now
@@ -37,10 +47,6 @@ class Belady:
             self._wave.discard(name)
         else:
             self._now += 1
-
-    def record_all(self, names: Iterable[Hashable]) -> None:
-        for name in names:
-            self.record(name)
 
     def hold(self, name: Hashable) -> None:
         self._arrived.pop(name, None)
@@ -73,22 +79,3 @@ class Belady:
         endings = self._endings.get(name, ())
         after = bisect_right(endings, self._arrived.get(name, self._now - 1))
         return inf if after < len(endings) and endings[after] <= times[index] else times[index]
-
-
-def optimal_hits(uses: Sequence[Hashable], slots: int) -> int:
-    """Counts the most hits that `slots` slots, empty at first, can have on `uses`, one after the other."""
-    times: dict[Hashable, list[int]] = {}
-    for time, name in enumerate(uses):
-        times.setdefault(name, []).append(time)
-    policy, held, hits = Belady(times), set[Hashable](), 0
-    for name in uses:
-        if name in held:
-            hits += 1
-        elif len(held) == slots:
-            victims = policy.victims(1, lambda other: False)
-            assert victims is not None
-            held.discard(victims[0])
-            policy.forget(victims[0])
-        held.add(name)
-        policy.record(name)
-    return hits

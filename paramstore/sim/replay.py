@@ -93,8 +93,8 @@ def parts_of(trace: Trace, slots: int) -> Iterator[Part]:
             yield event.kind, part
 
 
-def replay(trace: Trace, share: float, policies: Policies, *, has_prefetches: bool = False) -> Outcome:
-    """Replays the trace. has_prefetches: its prefetches are carried out too; else demand alone decides what is loaded."""
+def replay(trace: Trace, share: float, policies: Policies) -> Outcome:
+    """Replays the trace, without its prefetches: demand alone decides what is loaded."""
     slots = slots_of(trace, share)
     world = World(
         trace.schema, trace.header.space, param_slots=slots, working_slots=slots, param_policy=policies.param,
@@ -108,8 +108,6 @@ def replay(trace: Trace, share: float, policies: Policies, *, has_prefetches: bo
         if kind is TraceEventKind.ACQUIRE:
             param_uses += len(keys)
             world.lease(view, keys)
-        elif kind is TraceEventKind.PREFETCH and has_prefetches:
-            world.prefetch(view, keys)
         elif kind is TraceEventKind.PUSH:
             pushed.update(dict.fromkeys(keys))
         elif kind is TraceEventKind.APPLY:

@@ -5,7 +5,7 @@ Every load lands before the next visit, so nothing is late. A reader's trace has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.trace import Trace, TraceEventKind
@@ -39,7 +39,4 @@ def replay_visits(visits: Sequence[Sequence[ExpertKey]], plan: SlotPlan, *, ahea
 
 def belady_of(visits: Sequence[Sequence[ExpertKey]]) -> Belady:
     """The optimum's policy for exactly these visits, without loads ahead."""
-    times: dict[Hashable, list[int]] = {}
-    for time, key in enumerate(key for keys in visits for key in keys):
-        times.setdefault(key, []).append(time)
-    return Belady(times)
+    return Belady.of(key for keys in visits for key in keys)

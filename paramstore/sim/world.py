@@ -15,13 +15,13 @@ from paramstore.core.location import Identity, Located
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
 from paramstore.engine.planner.planner import Planner, fresh_namespace
-from paramstore.engine.planner.promises import share_of
+from paramstore.engine.planner.promises import Opening, share_of
 from paramstore.engine.tables.apply import Claims, GradientRange
 from paramstore.engine.tables.arena import Arena, Arenas
 from paramstore.engine.tables.copies import ParamCopy
 from paramstore.engine.tables.moves import Move, MoveKind
-from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View
-from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest
+from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View, WriterGroup
+from paramstore.engine.tables.requests import SlotRequest
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
 from paramstore.storage.catalog.base import NamespaceContents, NamespaceRow, Row, StepRow
@@ -131,8 +131,8 @@ class World(PlannerAlone):
     def open(self, *, is_writer: bool) -> View:
         """Opens the only view there is: it may lease all slots but the reserve."""
         slots = share_of(self.param_arena.planned_slots, is_writer=True, reader_slots=0)
-        step = None if is_writer else 0
-        return self.planner.views.open(self.namespace, is_writer=is_writer, step=step, min_lease_slots=slots)
+        opening = Opening(WriterGroup() if is_writer else None, slots)
+        return self.planner.views.open(self.namespace, opening, step=None if is_writer else 0)
 
     def lease(self, view: View, keys: Sequence[ExpertKey]) -> None:
         """Acquires `keys`, moving whatever must be moved, and releases them."""
@@ -142,10 +142,6 @@ class World(PlannerAlone):
         assert request.is_finished
         assert request.error is None
         self.planner.leases.release(view, request.lease_id)
-        self.finish()
-
-    def prefetch(self, view: View, keys: Sequence[ExpertKey]) -> None:
-        self.planner.leases.request_prefetch(PrefetchRequest(self.namespace, "param", None), view, list(keys))
         self.finish()
 
     def begin_apply(self, keys: Sequence[ExpertKey]) -> None:

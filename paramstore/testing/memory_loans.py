@@ -14,8 +14,12 @@ class MemoryLoanTicket:
         self._lent = loans.count
         self.is_abandoned = False
 
-    def done(self) -> bool:
+    @property
+    def is_settled(self) -> bool:
         return not self._loans.holds_answers
+
+    def done(self) -> bool:
+        return self.is_settled
 
     def wait(self) -> Loan:
         if self._loans.error is not None:

@@ -15,8 +15,9 @@ from paramstore.errors import CapacityError, ParamStoreError, UnknownNamespace, 
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.ring import RingMemory
 from paramstore_client.device.tier import DeviceTier
-from paramstore_client.hf.model.lease_window import Identities, Window
+from paramstore_client.hf.model.lease_window import Window
 from paramstore_client.nn import StoredExperts
+from paramstore_client.nn.weight_views import Identities
 from paramstore_client.source import ExpertSource, load_ahead
 
 HIDDEN = 8

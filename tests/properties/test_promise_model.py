@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Copy
 from paramstore.core.schema import Schema
-from paramstore.engine.planner.promises import reserve_of
+from paramstore.engine.planner.promises import Opening, reserve_of
 from paramstore.engine.tables.namespace import LeaseRequest, View, WriterGroup
 from paramstore.errors import CapacityError, LeaseError
 from paramstore_testkit.stores.small_planner import SCHEMA, SmallPlanner
@@ -53,11 +53,11 @@ class PromiseMachine(RuleBasedStateMachine):
     @rule(is_writer=st.booleans(), world_size=st.sampled_from([1, 1, 2, 3]), least=st.sampled_from([0, 0, 0, 1, 3, 9]))
     def open(self, is_writer: bool, world_size: int, least: int) -> None:
         namespace, views = self.small.namespace, self.small.planner.views
-        group = WriterGroup("job", world_size) if is_writer and world_size > 1 else None
+        group = WriterGroup("job", world_size) if is_writer else None
         step = None if is_writer else namespace.steps.committed_step
         before = self.views
         try:
-            first = views.open(namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=least)
+            first = views.open(namespace, Opening(group, least), step=step)
         except CapacityError:
             assert least
             assert self.views == before
@@ -137,19 +137,20 @@ class PromiseMachine(RuleBasedStateMachine):
     def open_after_a_recall(self, is_writer: bool, least: int, is_willing: bool) -> None:
         """is_willing: all who are asked give back; else nobody does, and the promise is smaller, or refused."""
         namespace, planner = self.small.namespace, self.small.planner
+        opening = Opening(WriterGroup() if is_writer else None, least)
         planner.loans.begin_opening(namespace)
         loans = {view: view.loan.count for view in self.views}
         try:
-            owed, asked = planner.views.recall(namespace, is_writer=is_writer, least=least)
+            owed, asked = planner.views.recall(namespace, opening)
             assert sum(view.loan.count - view.loan.may_keep for view in self.views if not view.is_fenced) <= owed
-            assert planner.views.recall(namespace, is_writer=is_writer, least=least) == (owed, []), "nobody is asked twice"
+            assert planner.views.recall(namespace, opening) == (owed, []), "nobody is asked twice"
             if is_willing and not any(request.view in asked for request in self.waiting):
                 for view in asked:
                     self.release_to(view, view.lease_slots + view.loan.may_keep)
                     planner.loans.take_back(view, view.loan.may_keep)
-                whole = planner.views._promise(namespace, is_writer=is_writer, world_size=1, least=least, most=None)
-                assert planner.views.recall(namespace, is_writer=is_writer, least=least) == (0, [])
-                assert planner.views.promise(namespace, is_writer=is_writer, least=least) == whole
+                whole, _ = planner.views._promise(namespace, opening)
+                assert planner.views.recall(namespace, opening) == (0, [])
+                assert planner.views.promise(namespace, opening) == whole
             assert all(planner.loans.lend(view, 24) == view.loan.count <= loans[view] for view in self.live()), "nothing is lent"
             self.open(is_writer, 1, least)
         except CapacityError:

@@ -10,8 +10,9 @@ from math import inf
 import pytest
 
 from paramstore.policy.lru import Lru
-from paramstore.sim.belady import Belady, optimal_hits
+from paramstore.sim.belady import Belady
 from paramstore.testing.policies import PolicyContract, nothing
+from paramstore_testkit.oracles.optimum import optimal_hits
 
 
 def best_hits(uses: Sequence[int], slots: int) -> int:

@@ -15,8 +15,8 @@ from paramstore.policy.lifo_inactive import LifoInactive
 from paramstore.policy.lru import Lru
 from paramstore.policy.ring_order import RingOrder
 from paramstore.policy.slot_plan import SlotPlan
-from paramstore.sim.belady import optimal_hits
 from paramstore.sim.slot_replay import belady_of, replay_visits, visits_of
+from paramstore_testkit.oracles.optimum import optimal_hits
 
 POLICIES: list[Callable[[], Policy]] = [Lru, LifoInactive, lambda: RingOrder(range(4))]
 

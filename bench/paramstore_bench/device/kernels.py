@@ -7,7 +7,8 @@ and the sums with which a device could check what it has been given."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,22 +21,10 @@ from paramstore_bench.device.place import Place
 from paramstore_bench.device.plan import MIB, Plan, absent
 from paramstore_client.device.copier import make_copier
 from paramstore_client.device.slots import DeviceSlots
-from paramstore_client.hf.model.kernels import ExpertStack
+from paramstore_client.hf.model.kernels import ExpertStack, StackedField
 
 TOP_K = 4
 CHUNK_WORDS = MIB // 4
-
-
-class Views:
-    """A field of experts that are all there: a `StackedField`."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.dtype, self.device, self.shape = tensors[0].dtype, tensors[0].device, tuple(tensors[0].shape)
-        self._tensors = list(tensors)
-
-    def in_turn(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields each position with its tensor."""
-        return enumerate(self._tensors)
 
 
 def measure_groups(place: Place, plan: Plan, directory: Path) -> Iterator[Row]:
@@ -51,7 +40,9 @@ def measure_groups(place: Place, plan: Plan, directory: Path) -> Iterator[Row]:
         own = _grouped(x_NH, weight_EIH, counts_E)
         own_s, expected = _median_s(place, plan, own), own()
         active = counts_E.nonzero().flatten()
-        stack = ExpertStack(Views([weight_EIH[e] for e in active.tolist()]), ends=counts_E[active].cumsum(0).tolist())
+        views = partial(enumerate, [weight_EIH[e] for e in active.tolist()])
+        field = StackedField(weight_EIH.dtype, tuple(weight_EIH.shape[1:]), place.device, views)
+        stack = ExpertStack(field, ends=counts_E[active].cumsum(0).tolist())
         runs: dict[str, Callable[[], Tensor]] = {
             f"{len(active)} groups side by side": _grouped(x_NH, weight_EIH[active.to(place.device)], counts_E[active]),
             f"{len(active)} views, one mm a group": lambda x=x_NH, stack=stack: stack.transpose(-2, -1).grouped_mm(x, None),  # type: ignore[misc]  # a default in a lambda

@@ -19,14 +19,11 @@ from contextlib import suppress
 from functools import partial
 from itertools import repeat
 from operator import call
-from typing import TYPE_CHECKING
 
 from paramstore.errors import LeaseError, ProtocolError, StoreUnavailable
 from paramstore.memory.shared import Mapping
 from paramstore.memory.words import word_of
-
-if TYPE_CHECKING:
-    from paramstore_client.source import LeaseKeeper
+from paramstore_client.source import LeaseKeeper
 
 Slot = tuple[int, int, int, int]
 """(segment, offset_bytes, epoch, version), as a Granted message has it."""

@@ -44,8 +44,10 @@ class ExpertBuffer:
     ) -> None:
         if not isinstance(namespace, HostSource):
             raise wrong("namespace", namespace, "an open namespace")
-        keys = len(namespace.layers) * namespace.experts
-        slots = min(whole_number("slots", slots, least=1), keys)
+        self.schema: Schema = namespace.schema
+        self.layers: Sequence[int] = namespace.layers
+        self.experts: int = namespace.experts
+        slots = min(whole_number("slots", slots, least=1), len(self.layers) * self.experts)
         place = device_of(device)
         self._slots = open_slots(namespace, slots, device=place, policy=text("policy", policy))
         if self._slots.lease_slots < slots:
@@ -53,18 +55,6 @@ class ExpertBuffer:
                 f"slots={slots}: {self._slots.lease_slots} experts may stand of lease_slots={namespace.lease_slots} that the "
                 "namespace was promised; open it with a greater min_lease_slots, or give fewer slots"
             )
-
-    @property
-    def schema(self) -> Schema:
-        return self._slots.schema
-
-    @property
-    def layers(self) -> Sequence[int]:
-        return self._slots.layers
-
-    @property
-    def experts(self) -> int:
-        return self._slots.experts
 
     @property
     def lease_slots(self) -> int:

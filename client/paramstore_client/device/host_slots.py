@@ -24,7 +24,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
 from paramstore.errors import LeaseError, ParamStoreError, StepMismatch
 from paramstore.policy.make import make_slot_policy
-from paramstore.policy.slot_plan import SlotPlan
+from paramstore.policy.slot_plan import SlotPlan, most_for_one
 from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
 from paramstore_client import this_process
 from paramstore_client.device.loads_ahead import LoadsAhead, NothingAhead
@@ -35,8 +35,6 @@ from paramstore_client.source import ExpertSource, HostSource, HostTicket, Lease
 
 REPORT_EVERY = 1024
 """Visits without a miss between two reports of what was used."""
-LEFT_TO_OTHERS = 8
-"""One of so many slots, at least one, is no visit's that can also do with less: another thread's goes on with it."""
 
 _log = logging.getLogger(__name__)
 
@@ -232,10 +230,9 @@ class HostSlots:
         self.namespace.check_usable()
         with self._lock:
             self._begin()
-            is_passing = any(visit.waiting or visit.through for visit in self._visits)
             try:
                 with self.namespace.together():
-                    ticket = self._load_ahead(plain_keys(keys), evicting=0 if is_passing else None)
+                    ticket = self._load_ahead(plain_keys(keys), evicting=0 if self._plan.is_passing else None)
             except ParamStoreError:
                 self._is_deciding = False
                 raise
@@ -244,8 +241,7 @@ class HostSlots:
 
     def lacking(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
         """Those of `keys` that neither stand nor are on their way."""
-        find = self._plan.find
-        return [key for key in keys if find(key) is None]
+        return [key for key in keys if self._plan.find(key) is None]
 
     def push(self, gradients: Mapping[ExpertKey, Mapping[str, Tensor]], /) -> object:
         """Hands the gradients to the namespace."""
@@ -390,8 +386,7 @@ def standing(namespace: HostSource, *, slots: int | None = None, policy: str = "
 
 
 def _plan_of(slots: int, policy: str, layers: Sequence[int]) -> SlotPlan:
-    held_most = max(1, slots - max(1, slots // LEFT_TO_OTHERS))
-    return SlotPlan(slots, make_slot_policy(policy, slots, layers), held_most=held_most)
+    return SlotPlan(slots, make_slot_policy(policy, slots, layers), held_most=most_for_one(slots))
 
 
 def _release_idle(leases: dict[Held, WeightLease], arriving: dict[Held, LeaseTicket], loans: Loans) -> None:

@@ -374,9 +374,7 @@ class RingMemory:
         self._ahead_turn = max(self._ahead_turn, last)
         for turn in range(first, last + 1):
             layer = self.layers[turn % len(self.layers)]
-            experts = self._sorted(None) if self._experts_ahead == self.experts else self._likely(layer)
+            is_whole = self._experts_ahead == self.experts
+            # Likely ones, most used first: none before the first visit, when a guess would mostly be waste.
+            experts = range(self.experts) if is_whole else self._activity.likely(layer, self._experts_ahead)
             load_ahead(self._source, [(layer, expert) for expert in experts])
-
-    def _likely(self, layer: int) -> list[int]:
-        """The experts worth loading ahead, most used first; none before the first visit, when a guess would mostly be waste."""
-        return list(self._activity.likely(layer, self._experts_ahead))

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from types import TracebackType
 
 import torch
@@ -28,7 +27,6 @@ from paramstore.core.arguments import indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch, StepMismatch
-from paramstore.policy.base import Policy
 from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
@@ -70,10 +68,6 @@ def _out_of_memory(tier: DeviceTier) -> CapacityError:
     )
 
 
-def _plan_of(make_policy: Callable[[int, Sequence[int]], Policy], order: Sequence[int], slots: int) -> SlotPlan:
-    return SlotPlan(slots, make_policy(slots, order))
-
-
 class DeviceTier:
     """An `ExpertSource` in front of a namespace: `StoredExperts(tier, layer)` computes on the device.
 
@@ -96,9 +90,8 @@ class DeviceTier:
         if not isinstance(namespace, HostSource):
             raise wrong("namespace", namespace, "an open namespace")
         slots = whole_number("slots", slots, least=1)
-        order = indices("layers", namespace.layers if layers is None else layers)
-        make_policy = partial(make_slot_policy, text("policy", policy))
-        self._make_plan = partial(_plan_of, make_policy, order)
+        self._order = indices("layers", namespace.layers if layers is None else layers)
+        self._policy = text("policy", policy)
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
@@ -107,12 +100,13 @@ class DeviceTier:
         self._part = self.schema.part("param")
         self._copier = make_copier(self.device, bounce_bytes=self._part.image_bytes)
         self.copies = DeviceCopies(namespace, self._make_plan(slots), self._make_slots(slots))
-        self._passing: set[SlotVisit] = set()
-        """Visits under way that do not fit."""
         self._prefetches: deque[DeviceTicket] = deque()
         self._touched: dict[ExpertKey, None] = {}
         self._acquire_count = 0
         self._stop_watching = namespace.before_unmap(self._forget_memory)
+
+    def _make_plan(self, count: int) -> SlotPlan:
+        return SlotPlan(count, make_slot_policy(self._policy, count, self._order))
 
     def _make_slots(self, count: int) -> DeviceSlots:
         return DeviceSlots(self._part, count, device=self.device, copier=self._copier)
@@ -196,8 +190,6 @@ class DeviceTier:
         self._forget_ahead(layer for layer, _ in wanted)
         lease = DeviceLease(self, visit, view=self.namespace.view_change_count, timeout_s=timeout_s)
         try:
-            if visit.passing or visit.through:
-                self._passing.add(visit)
             if len(lacking) > TURN_KEYS:
                 load_ahead(self.namespace, lacking)  # on the host, while the first ones are copied and computed with
             self._touched.update(dict.fromkeys(wanted))
@@ -262,7 +254,7 @@ class DeviceTier:
         Raises LeaseError while something is leased here, CapacityError where one slot is all there is: then nothing has changed.
         Where not even one can be made it raises that too, and the tier has none, as every later call of it says: close it.
         """
-        if self._passing or any(held.users for held in self.plan.held):
+        if self.plan.is_passing or any(held.users for held in self.plan.held):
             raise LeaseError(f"the slots on {self.device} are in use: release their leases first")
         asked = count = self.slots.count
         if count == 1:
@@ -320,7 +312,6 @@ class DeviceTier:
             if held.users == 1 and not self.copies.has(held):
                 self.plan.fail(held)  # nobody has asked for its bytes
         self.plan.end_visit(visit)
-        self._passing.discard(visit)
         self.copies.free_gone()
         self.settle()
 
@@ -350,7 +341,7 @@ class DeviceTier:
             most = self.copies.ahead_keys
             if not most:
                 return False
-            loads, _ = self.plan.ahead(ticket.on_host, most=most, evicting=0 if self._passing else None)
+            loads, _ = self.plan.ahead(ticket.on_host, most=most, evicting=0 if self.plan.is_passing else None)
             if loads:
                 self.copies.fill_ahead(loads)
             ticket.on_host = self.lacking(ticket.on_host) if len(loads) == most else ()

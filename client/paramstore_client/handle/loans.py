@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from paramstore.errors import ProtocolError
 from paramstore.wire.messages import LOANS_MINOR, Borrow, GiveBack, Lent
 from paramstore_client.connection.segments import Segments
 from paramstore_client.connection.shared_socket import Connection
 from paramstore_client.connection.ticket import Ticket
-
-if TYPE_CHECKING:
-    from paramstore_client.source import LeaseKeeper, Loan
+from paramstore_client.source import LeaseKeeper, Loan
 
 
 class HandleLoans:

@@ -11,15 +11,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from paramstore.core.key import ExpertKey
+from paramstore.core.location import Identity
 from paramstore.errors import LeaseError, StepMismatch
 from paramstore_client.handle.base import plain_keys
-from paramstore_client.source import load_ahead
+from paramstore_client.source import HostSource, WeightLease, load_ahead
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from paramstore.core.location import Identity
-    from paramstore_client.source import HostSource, WeightLease
 
 
 class PartsLease:
@@ -36,11 +34,7 @@ class PartsLease:
         most = source.lease_slots
         self._part_keys = max(1, most // 2) if may_pass and len(self._keys) > most else len(self._keys)
         self._is_over = False
-        self._first = 0
-        """Position of the first key of the part that is leased."""
-        self._has_asked = False
-        """Whether the part after it was asked for."""
-        self._lease: WeightLease = source.acquire(self._part_at(0), timeout_s=timeout_s)
+        self._take_part(0)
 
     @property
     def passing_count(self) -> int:
@@ -60,13 +54,13 @@ class PartsLease:
         """Yields each key once, in the order given, and asks for the next part ahead. Raises what `acquire` raises, StepMismatch
         where the namespace moved since the first part."""
         for first in range(0, len(self._keys), max(1, self._part_keys)):
-            self._turn_to_part(first)
+            self._move_to(first)
             yield from self._part_at(first)
 
     def turn_to(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
         """The fields of `key`, valid until a key of another part is turned to, in whatever order. Raises as `in_turn` does."""
         if self.passing_count and key in self._keys:
-            self._turn_to_part(self._keys.index(key) // self._part_keys * self._part_keys)
+            self._move_to(self._keys.index(key) // self._part_keys * self._part_keys)
         return self[key]
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
@@ -96,14 +90,6 @@ class PartsLease:
     def _part_at(self, first: int) -> list[ExpertKey]:
         return self._keys[first : first + self._part_keys]
 
-    def _turn_to_part(self, first: int) -> None:
-        self._move_to(first)
-        if self._has_asked:
-            return
-        self._has_asked = True
-        room = max(0, self._source.lease_slots - self._part_keys)
-        load_ahead(self._source, self._part_at(first + self._part_keys)[:room])
-
     def _move_to(self, first: int) -> None:
         if self._is_over:
             raise LeaseError(f"the lease of {len(self._keys)} keys was released: acquire them again")
@@ -112,5 +98,11 @@ class PartsLease:
         if self._source.view_change_count != self._view:
             raise StepMismatch("the namespace moved while a layer was computed: call refresh and rollback between forwards")
         self._lease.release()
-        self._lease = self._source.acquire(self._part_at(first), timeout_s=self._timeout_s)
-        self._first, self._has_asked = first, False
+        self._take_part(first)
+
+    def _take_part(self, first: int) -> None:
+        """Leases the part that begins at `first`, and asks for the one after it ahead."""
+        self._lease: WeightLease = self._source.acquire(self._part_at(first), timeout_s=self._timeout_s)
+        self._first = first
+        room = max(0, self._source.lease_slots - self._part_keys)
+        load_ahead(self._source, self._part_at(first + self._part_keys)[:room])

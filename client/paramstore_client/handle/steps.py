@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
 
 from paramstore.core.arguments import seconds, whole_number
 from paramstore.errors import WaitTimeout
 from paramstore.wire import messages
 from paramstore_client.connection import answers
 from paramstore_client.connection.answers import Moved, NewStep, Result
+from paramstore_client.connection.ticket import Ticket
 from paramstore_client.handle.base import ANSWER_GRACE_S, Handle, plain_extra
-
-if TYPE_CHECKING:
-    from paramstore_client.connection.ticket import Ticket
 
 
 class Refreshed(int):

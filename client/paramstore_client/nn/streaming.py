@@ -28,10 +28,9 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.location import Identity
-from paramstore.errors import ConfigError, StepMismatch
+from paramstore.errors import ConfigError
 from paramstore_client.nn.routing import Block, ExpertFn, split_rows
-from paramstore_client.nn.weight_views import WeightView, find_view
+from paramstore_client.nn.weight_views import Identities, WeightView, find_view
 from paramstore_client.source import ExpertSource, WeightLease, load_ahead
 
 
@@ -162,7 +161,7 @@ class LayerCall:
         self._anchor = anchor
         self._wants_weights = False
         self._saved = _SavedTensors()
-        self._identities: dict[ExpertKey, Identity] = {}
+        self._identities = Identities()
         self._recorded: dict[int, _Recorded] = {}
 
     def run(self, x_ND: Tensor) -> Tensor:
@@ -180,7 +179,7 @@ class LayerCall:
         y: list[Tensor] = []
         for index, (part, x) in enumerate(zip(self._parts, torch.split(x_ND, [p.row_count for p in self._parts]), strict=True)):
             with self._source.acquire(part.keys) as lease:
-                self._identities.update((key, lease.identity(key)) for key in part.keys)
+                self._identities.check(part.keys, lease)
                 self._prefetch_beside(part, index + 1, self._forward_hint)
                 weights = _weights_of(part, lease)
                 _check_device(part.keys[0], weights[part.blocks[0].expert], x)
@@ -196,7 +195,7 @@ class LayerCall:
             for index in reversed(range(len(self._parts))):
                 part = self._parts[index]
                 with self._source.acquire(part.keys) as lease:
-                    self._check_identities(part, lease)
+                    self._identities.check(part.keys, lease)
                     self._prefetch_beside(part, index - 1, self._backward_hint)
                     with self._saved.opened(_weights_of(part, lease)):
                         rows, gradients = self._differentiate_part(part, grad_parts[index])
@@ -284,15 +283,6 @@ class LayerCall:
             named[field.name] = torch.zeros(field.shape, dtype=dtype) if gradient is None else gradient.to(dtype)
         assert list(named) == list(recorded.fields), "param and gradient fields have one order"
         return named
-
-    def _check_identities(self, part: Part, lease: WeightLease) -> None:
-        for key in part.keys:
-            seen, now = self._identities[key], lease.identity(key)
-            if seen != now:
-                raise StepMismatch(
-                    f"expert {key}: forward computed with epoch {seen.epoch} version {seen.version}, backward finds epoch "
-                    f"{now.epoch} version {now.version}; call apply, refresh and rollback after backward, not before it"
-                )
 
 
 def _weights_of(part: Part, lease: WeightLease) -> dict[int, Mapping[str, Tensor]]:

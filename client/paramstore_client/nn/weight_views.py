@@ -1,5 +1,5 @@
 """The dtype that weights compute in, and views of weights that autograd saved: kept without the bytes, and made again from those
-of whoever holds them then."""
+of whoever holds them then, which are to be the same bytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from paramstore.core.key import ExpertKey
+from paramstore.core.location import Identity
+from paramstore.errors import StepMismatch
+from paramstore_client.source import WeightLease
+
 CAST = "ToCopyBackward0"
 VIEWS = frozenset(f"{view}Backward0" for view in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias"))
 """Nodes that autograd puts between a weight's cast and the kernel that saves it: they move no byte."""
+
+
+class Identities:
+    """The identities of the bytes that a layer's forward computed with. Owner of that fact."""
+
+    def __init__(self) -> None:
+        self._seen: dict[ExpertKey, Identity] = {}
+
+    def check(self, keys: Sequence[ExpertKey], lease: WeightLease) -> None:
+        """Notes keys that are seen for the first time; raises StepMismatch where another pass saw other bytes."""
+        for key in keys:
+            now = lease.identity(key)
+            seen = self._seen.setdefault(key, now)
+            if seen != now:
+                raise StepMismatch(
+                    f"expert {key}: forward computed with epoch {seen.epoch} version {seen.version}, backward finds epoch "
+                    f"{now.epoch} version {now.version}; call apply, refresh and rollback after backward, not before it"
+                )
 
 
 class WeightView(NamedTuple):

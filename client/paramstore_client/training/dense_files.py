@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,28 +47,16 @@ class DenseFiles:
     def write(self, model: nn.Module, step: int, extra: bytes) -> bytes:
         """Writes the dense weights of `step`, durable on return, and returns what to commit with it. All ranks call it; rank 0
         writes. extra: the caller's bytes. Raises CheckpointError in all of them where rank 0 cannot write, ConfigError."""
-        tensors, is_first = dense_tensors(model), self._namespace.rank == 0
-        shard: Shard | None = None
+        tensors, packed = dense_tensors(model), b""
+        wholes = ((name, _whole(tensors[name])) for name in sorted(tensors))
         problem: Exception | None = None
         try:
-            for name in [None, *sorted(tensors)]:
-                whole = None if name is None else _whole(tensors[name])  # all ranks, whatever has become of the file
-                try:
-                    if name is None:
-                        shard = self._begin(tensors, step) if is_first else None
-                    elif shard is not None and problem is None and whole is not None:
-                        shard.write(shard.tensors[name], _bytes(whole.cpu().contiguous()))
-                except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to be told
-                    problem = error
-            packed = b""
-            if shard is not None and problem is None:
-                try:
-                    packed = self._publish(shard, extra)
-                except Exception as error:  # noqa: BLE001 - as above
-                    problem = error
-        finally:
-            if shard is not None:
-                shard.discard()
+            if self._namespace.rank == 0:
+                packed = self._write(tensors, wholes, step, extra)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to be told
+            problem = error
+        for _ in wholes:  # all ranks make each tensor whole, whatever has become of the file
+            pass
         return self._told(packed, problem, step)
 
     def remove_old(self) -> None:
@@ -93,6 +81,15 @@ class DenseFiles:
                     file.unlink(missing_ok=True)
         except OSError as error:
             _log.warning("old files of dense weights stay in %s: %s", self._directory, error)
+
+    def _write(self, tensors: Mapping[str, Tensor], wholes: Iterable[tuple[str, Tensor]], step: int, extra: bytes) -> bytes:
+        shard = self._begin(tensors, step)
+        try:
+            for name, whole in wholes:
+                shard.write(shard.tensors[name], _bytes(whole.cpu().contiguous()))
+            return self._publish(shard, extra)
+        finally:
+            shard.discard()
 
     def _begin(self, tensors: Mapping[str, Tensor], step: int) -> Shard:
         if not self._directory.is_dir():

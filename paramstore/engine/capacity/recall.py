@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Iterable
 from types import TracebackType
 
+from paramstore.engine.planner.promises import Opening
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.transfers.transfers import Transfers
 
@@ -19,21 +20,13 @@ RECALL_WAIT_S = 5.0
 
 
 class Recall:
-    """One opening's claim on what is lent, for the length of a `with` block, in which nothing more is lent.
+    """One opening's claim on what is lent, for the length of a `with` block, in which nothing more is lent. wait_s: for all waits
+    together."""
 
-    is_writer, world_size, least, most: of the handle that opens, as `ViewPlanner.promise` has them. wait_s: for all waits together.
-    """
-
-    def __init__(
-        self, transfers: Transfers, namespace: NamespaceState, *, is_writer: bool, world_size: int, least: int,
-        most: int | None = None, wait_s: float,
-    ) -> None:  # fmt: skip
+    def __init__(self, transfers: Transfers, namespace: NamespaceState, opening: Opening, *, wait_s: float) -> None:
+        self.opening = opening
         self._transfers = transfers
         self._namespace = namespace
-        self._is_writer = is_writer
-        self._world_size = world_size
-        self._least = least
-        self._most = most
         self._wait_s = wait_s
         self._deadline_s: float | None = None
         """The end of the wait, which begins when slots are asked back first."""
@@ -56,10 +49,8 @@ class Recall:
         """
         loop = asyncio.get_running_loop()
         with self._transfers.deciding() as planner:
-            owed, asked = planner.views.recall(
-                self._namespace, is_writer=self._is_writer, world_size=self._world_size, least=self._least, most=self._most
-            )
-            is_waiting = owed > 0 and (self._least > 0 or planner.loans.is_awaited(self._namespace))
+            owed, asked = planner.views.recall(self._namespace, self.opening)
+            is_waiting = owed > 0 and (self.opening.least > 0 or planner.loans.is_awaited(self._namespace))
             if is_waiting and self._deadline_s is not None and loop.time() >= self._deadline_s:
                 planner.loans.note_silence(self._namespace)
                 is_waiting = False

@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from paramstore.engine.planner.promises import reserve_of
+from paramstore.engine.planner.promises import held_by, reserve_of
 from paramstore.engine.tables.moves import Outbox
 from paramstore.engine.tables.namespace import NamespaceState, View
 
@@ -114,13 +112,9 @@ def _going_on(namespace: NamespaceState, *, is_writer: bool) -> list[View]:
 def _room(namespace: NamespaceState, *, is_writer: bool) -> int:
     """Slots that may be lent: those that are there, less the reserve, what is promised, and what those hold who take no more."""
     going_on = _going_on(namespace, is_writer=is_writer)
-    ended = _copies_of(view for view in namespace.views if view not in going_on)
+    ended = held_by(view for view in namespace.views if view not in going_on)
     there = namespace.memory.param.slots.count
     return there - reserve_of(there) - sum(view.lease_slots for view in going_on) - ended
-
-
-def _copies_of(views: Iterable[View]) -> int:
-    return len({copy for view in views for copy in view.leased})
 
 
 def _lent(view: View) -> int:

@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from paramstore.engine.tables.namespace import NamespaceState, View
+from paramstore.engine.tables.namespace import NamespaceState, View, WriterGroup
 from paramstore.errors import CapacityError
 
 HOLDERS_NAMED = 6
@@ -38,26 +39,42 @@ def share_of(slots: int, *, is_writer: bool, is_trainable: bool = True, reader_s
     return usable - readers if is_writer else readers
 
 
-def promise(
-    namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0, most: int | None = None,
-    reader_slots: int | None = None,
-) -> int:  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a handle that opens asks for. group: the writers that open with it; None for a reader. least, most: of the slots that it
+    is promised, or each of the writers."""
+
+    group: WriterGroup | None = None
+    least: int = 0
+    most: int | None = None
+
+    @property
+    def is_writer(self) -> bool:
+        return self.group is not None
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.group is None else self.group.world_size
+
+
+def promise(namespace: NamespaceState, opening: Opening, *, reader_slots: int | None = None) -> int:
     """How many slots a handle that opens now is promised, or each of the ranks that open together. A writer of a training namespace
     gets all that is left of its share; any other handle half of what is left. It is no more than `most`, but no less than `least`.
 
     Raises CapacityError naming the holders, where `least` is more than is left.
     """
+    is_writer, world_size, least, most = opening.is_writer, opening.world_size, opening.least, opening.most
     slots, is_trainable = namespace.memory.param.planned_slots, namespace.is_trainable()
     share = share_of(slots, is_writer=is_writer, is_trainable=is_trainable, reader_slots=reader_slots)
     rivals = [view for view in namespace.views if view.is_writer == is_writer or not is_trainable]
     # Opening to write fences earlier writers: these keep only what they hold.
     ended = [view for view in rivals if view.is_fenced or (is_writer and view.is_writer)]
     promised = sum(view.lease_slots for view in rivals if view not in ended)
-    left = max(0, share - promised - _held_by(ended))
+    left = max(0, share - promised - held_by(ended))
     if others := [view for view in namespace.views if view not in rivals]:
         others_share = share_of(slots, is_writer=not is_writer, reader_slots=reader_slots)
         gone = [view for view in others if view.is_fenced]
-        held = _held_by(gone) + sum(view.lease_slots for view in others if view not in gone)
+        held = held_by(gone) + sum(view.lease_slots for view in others if view not in gone)
         left = max(0, left - max(0, held - others_share))
     if least > left // world_size:
         raise CapacityError(
@@ -69,7 +86,7 @@ def promise(
     return max(offered if most is None else min(offered, max(most, 0)), least)
 
 
-def _held_by(views: Iterable[View]) -> int:
+def held_by(views: Iterable[View]) -> int:
     """Slots that these views still hold together; several may hold the same copy."""
     return len({copy for view in views for copy in view.leased})
 

@@ -10,7 +10,7 @@ from paramstore.core.visits import Visits
 from paramstore.engine.planner.leases import LeasePlanner
 from paramstore.engine.planner.loans import LoanPlanner, wake_openings
 from paramstore.engine.planner.param_copies import CopyPlanner
-from paramstore.engine.planner.promises import holders, promise
+from paramstore.engine.planner.promises import Opening, holders, promise
 from paramstore.engine.planner.schedules import choose_schedule, declare_schedule
 from paramstore.engine.tables.moves import Outbox
 from paramstore.engine.tables.namespace import NamespaceState, StepRequest, View, ViewClient, WriterGroup
@@ -32,17 +32,14 @@ class ViewPlanner:
         self._retention = retention
         self._reader_slots = reader_slots
 
-    def promise(
-        self, namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0, most: int | None = None
-    ) -> int:
-        """Returns how many slots a view that opens now may lease, `least` or more: see `promises.promise`, less what was asked back
-        and is still lent.
+    def promise(self, namespace: NamespaceState, opening: Opening) -> int:
+        """Returns how many slots a view that opens now may lease, the least that it asks for or more: see `promises.promise`, less
+        what was asked back and is still lent.
 
-        Raises CapacityError naming the holders, where that is less than `least`.
+        Raises CapacityError naming the holders, where that is less than it asks for.
         """
-        slots = self._promise(namespace, is_writer=is_writer, world_size=world_size, least=least, most=most)
-        owed = self._loans.owed(namespace, slots * world_size, is_writer=is_writer)
-        had = max(0, slots * world_size - owed) // world_size
+        slots, owed = self._promise(namespace, opening)
+        had, least = max(0, slots - owed) // opening.world_size, opening.least
         if had < least:
             raise CapacityError(
                 f"namespace {namespace.name!r}: min_lease_slots={least}, but {owed} slots that are lent were not given back in "
@@ -50,35 +47,25 @@ class ViewPlanner:
             )
         return had
 
-    def recall(
-        self, namespace: NamespaceState, *, is_writer: bool, world_size: int = 1, least: int = 0, most: int | None = None
-    ) -> tuple[int, list[View]]:
+    def recall(self, namespace: NamespaceState, opening: Opening) -> tuple[int, list[View]]:
         """Asks back what has to come back for a view that is to open. Returns how many slots are still lent too many for its whole
-        promise, and the views whose clients are to be told. Raises CapacityError where `least` are not left beside promises."""
-        slots = self._promise(namespace, is_writer=is_writer, world_size=world_size, least=least, most=most)
-        owed = self._loans.owed(namespace, slots * world_size, is_writer=is_writer)
+        promise, and the views whose clients are to be told. Raises CapacityError where what it asks for is not left beside
+        promises."""
+        _, owed = self._promise(namespace, opening)
         return owed, self._loans.recall(namespace, owed)
 
-    def _promise(self, namespace: NamespaceState, *, is_writer: bool, world_size: int, least: int, most: int | None) -> int:
-        reader_slots = self._reader_slots
-        return promise(
-            namespace, is_writer=is_writer, world_size=world_size, least=least, most=most, reader_slots=reader_slots
-        )
+    def _promise(self, namespace: NamespaceState, opening: Opening) -> tuple[int, int]:
+        """(slots that those who open together are to be promised, how many of them are lent and must come back)."""
+        slots = promise(namespace, opening, reader_slots=self._reader_slots) * opening.world_size
+        return slots, self._loans.owed(namespace, slots, is_writer=opening.is_writer)
 
-    def open(
-        self, namespace: NamespaceState, *, is_writer: bool, step: int | None, group: WriterGroup | None = None,
-        min_lease_slots: int = 0, max_lease_slots: int | None = None,
-    ) -> View:  # fmt: skip
-        """Opens a reader's view, or a writer's, which fences earlier writers. group: given where several ranks open together; then
-        the view is rank 0's.
+    def open(self, namespace: NamespaceState, opening: Opening, *, step: int | None = None) -> View:
+        """Opens a reader's view of `step`, or a writer's, rank 0's where several open together, which fences earlier writers.
 
-        Raises CapacityError where `min_lease_slots` are not left to promise; nothing has changed then.
+        Raises CapacityError where what it asks for is not left to promise; nothing has changed then.
         """
-        group = WriterGroup() if group is None else group
-        slots = self.promise(
-            namespace, is_writer=is_writer, world_size=group.world_size, least=min_lease_slots, most=max_lease_slots
-        )
-        if not is_writer:
+        slots, group = self.promise(namespace, opening), opening.group
+        if group is None:
             view = View(namespace, is_writer=False, step=step, lease_slots=slots)
             namespace.views.append(view)
             return view

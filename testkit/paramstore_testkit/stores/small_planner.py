@@ -16,11 +16,12 @@ from paramstore.core.optimizers import AdamW
 from paramstore.core.residency import Working
 from paramstore.core.schema import Schema
 from paramstore.engine.planner.planner import Update
+from paramstore.engine.planner.promises import Opening
 from paramstore.engine.tables.apply import Claims, GradientRange
 from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.copies import Cut, ParamCopy, WorkingCopy
 from paramstore.engine.tables.moves import Move, MoveKind
-from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View
+from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View, WriterGroup
 from paramstore.engine.tables.requests import PrefetchRequest, SlotRequest, Urgency
 from paramstore.errors import ParamStoreError
 from paramstore.policy.base import Policy
@@ -57,11 +58,11 @@ class SmallPlanner(PlannerAlone):
 
     def writer(self, *, slots: int | None = None) -> View:
         """Opens a writer. slots: the promise of the view; None: all but one, since most tests are about one view."""
-        return self._promised(self.planner.views.open(self.namespace, is_writer=True, step=None), slots)
+        return self._promised(self.planner.views.open(self.namespace, Opening(WriterGroup())), slots)
 
     def reader(self, step: int = 0, *, slots: int | None = None) -> View:
         """Opens a reader of `step`. slots: as for `writer`."""
-        return self._promised(self.planner.views.open(self.namespace, is_writer=False, step=step), slots)
+        return self._promised(self.planner.views.open(self.namespace, Opening(), step=step), slots)
 
     def _promised(self, view: View, slots: int | None) -> View:
         view.lease_slots = max(1, self.param_arena.planned_slots - 1) if slots is None else slots

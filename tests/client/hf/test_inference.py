@@ -7,14 +7,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from paramstore.errors import ConfigError, LeaseError
+from paramstore.errors import LeaseError
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.buffer import ExpertBuffer
 from paramstore_client.device.host_slots import HostSlots
@@ -316,17 +315,18 @@ def test_a_compiled_model_has_the_logits_of_the_unmodified_one() -> None:
 
 def test_a_forward_without_a_graph_has_no_backward() -> None:
     from paramstore_client.hf.model.compact_buffers import CompactBuffers
+    from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall
     from paramstore_client.hf.model.weight_sources import HeldSupply
 
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
     source = source_of(twin)
     buffers = CompactBuffers(source.schema.part("param").fields)
     supply = HeldSupply(source, [(0, 0)], is_streamed=False, buffers=buffers, ahead=lambda found, slots: [])
-    wants, pushes = partial(supply.backward_weights, None), partial(supply.push, None, {})
-    for call in (supply.begin_backward, supply.finish_backward, wants, pushes):
-        with pytest.raises(ConfigError, match="without a graph"):
-            call()
-    supply.let_go()
+    call = LayerCall(supply, BackwardPasses(), lambda weights_of: torch.zeros(1), anchor=None)
+    with torch.no_grad():
+        call.run([torch.zeros(1)])
+    with pytest.raises(AssertionError, match="has a backward"):
+        call.run([torch.zeros(1)])
 
 
 def test_the_kernel_is_the_one_of_this_torch() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from paramstore.core.schema import Schema
 from paramstore.engine.planner.loans import wake_openings
-from paramstore.engine.tables.namespace import View
+from paramstore.engine.planner.promises import Opening
+from paramstore.engine.tables.namespace import View, WriterGroup
 from paramstore.errors import CapacityError, LeaseError, StepDropped
 from paramstore_testkit.stores.small_planner import SmallPlanner
 
@@ -24,11 +25,12 @@ def open_view(small: SmallPlanner, mode: str = "read", *, least: int = 0, slots:
     is_writer = mode == "write"
     if slots is not None:
         return small.writer(slots=slots) if is_writer else small.reader(slots=slots)
-    return small.planner.views.open(small.namespace, is_writer=is_writer, step=None if is_writer else 0, min_lease_slots=least)
+    opening = Opening(WriterGroup() if is_writer else None, least)
+    return small.planner.views.open(small.namespace, opening, step=None if is_writer else 0)
 
 
 def recall(small: SmallPlanner, *, least: int, most: int | None = None, is_writer: bool = False) -> tuple[int, list[View]]:
-    return small.planner.views.recall(small.namespace, is_writer=is_writer, least=least, most=most)
+    return small.planner.views.recall(small.namespace, Opening(WriterGroup() if is_writer else None, least, most))
 
 
 # --- lending

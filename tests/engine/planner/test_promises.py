@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramstore.core.schema import Schema
-from paramstore.engine.planner.promises import holders, promise, reserve_of, share_of, slots_promising
+from paramstore.engine.planner.promises import Opening, holders, promise, reserve_of, share_of, slots_promising
 from paramstore.engine.tables.namespace import View, WriterGroup
 from paramstore.errors import CapacityError
 from paramstore_testkit.stores.small_planner import SmallPlanner
@@ -24,11 +24,8 @@ def opaque_desk() -> SmallPlanner:
 
 def open_view(small: SmallPlanner, mode: str, *, least: int = 0, most: int | None = None, world_size: int = 1) -> View:
     is_writer = mode == "write"
-    group = WriterGroup("job", world_size) if world_size > 1 else None
-    step = None if is_writer else 0
-    return small.planner.views.open(
-        small.namespace, is_writer=is_writer, step=step, group=group, min_lease_slots=least, max_lease_slots=most
-    )
+    opening = Opening(WriterGroup("job", world_size) if is_writer else None, least, most)
+    return small.planner.views.open(small.namespace, opening, step=None if is_writer else 0)
 
 
 # --- shares
@@ -139,9 +136,9 @@ def test_more_than_is_left_is_refused_with_who_has_it_and_nothing_changes() -> N
 
 def test_a_setting_of_reader_slots_is_what_readers_share() -> None:
     small = desk()
-    assert promise(small.namespace, is_writer=False, reader_slots=20) == 10
-    assert promise(small.namespace, is_writer=True, reader_slots=20) == 10
-    assert promise(small.namespace, is_writer=True, reader_slots=0) == 30
+    assert promise(small.namespace, Opening(), reader_slots=20) == 10
+    assert promise(small.namespace, Opening(WriterGroup()), reader_slots=20) == 10
+    assert promise(small.namespace, Opening(WriterGroup()), reader_slots=0) == 30
 
 
 # --- naming

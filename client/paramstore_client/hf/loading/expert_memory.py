@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +20,9 @@ give each layer slots of its own; here all layers share them."""
 
 @dataclass(frozen=True, slots=True)
 class ExpertMemory:
-    """The memory that a caller asked for, checked. slots, size_bytes: at most one of them, else what the namespace is promised.
-    given: what the caller wrote."""
+    """The memory that a caller asked for, checked. policy: of its slots. given: what the caller wrote, a number of experts or their
+    size; None for what the namespace is promised."""
 
-    slots: int | None
-    size_bytes: int | None
     policy: str
     given: str | int | None = None
 
@@ -38,28 +35,27 @@ class ExpertMemory:
                 f"expert_memory={expert_memory!r}, residency={residency!r}: for mode='infer' alone; a trainer has the slots that "
                 "it is promised (min_lease_slots, host_budget)"
             )
-        if expert_memory is None:
-            return cls(None, None, policy)
         if isinstance(expert_memory, str):
             try:
-                return cls(None, parse_size(expert_memory), policy, expert_memory)
+                parse_size(expert_memory)
             except ConfigError as error:
                 number = expert_memory.strip()
                 way_out = f", or {number} for as many experts" if number.isdecimal() else ", or a number of experts"
                 raise wrong("expert_memory", expert_memory, f"a size with its unit, as in '12GiB'{way_out}") from error
-        slots = integer(expert_memory)
-        if slots is None or slots < 1:
+        elif expert_memory is not None and (integer(expert_memory) or 0) < 1:
             raise wrong("expert_memory", expert_memory, "a number of experts from 1, or a size as in '12GiB'")
-        return cls(slots, None, policy, slots)
+        return cls(policy, expert_memory)
 
     def slots_for(self, schema: Schema, key_count: int) -> int | None:
         """The number of experts that stand, at most all of them; None for what the namespace is promised. Raises ConfigError where
         there is no room for one."""
+        if self.given is None:
+            return None
         image_bytes = schema.part("param").image_bytes
-        slots = self.slots if self.size_bytes is None else self.size_bytes // image_bytes
+        slots = parse_size(self.given) // image_bytes if isinstance(self.given, str) else int(self.given)
         if slots == 0:
             raise ConfigError(f"expert_memory={self.given!r} holds no expert: one takes {image_bytes} bytes; give more")
-        return None if slots is None else min(slots, key_count)
+        return min(slots, key_count)
 
     @contextmanager
     def named(self, slots: int | None) -> Iterator[None]:
@@ -67,7 +63,7 @@ class ExpertMemory:
         try:
             yield
         except CapacityError as error:
-            asked = rf"min_lease_slots={slots}\b"
-            if self.given is None or not re.search(asked, str(error)):
+            if self.given is None:
                 raise
-            raise CapacityError(re.sub(asked, lambda _: f"expert_memory={self.given!r} takes {slots} slots", str(error))) from error
+            asked, taken = f"min_lease_slots={slots},", f"expert_memory={self.given!r} takes {slots} slots,"
+            raise CapacityError(str(error).replace(asked, taken)) from error

@@ -19,6 +19,7 @@ from torch import nn
 from paramstore.errors import CheckpointError, SchemaMismatch, StepDropped, VersionMismatch, WaitTimeout
 from paramstore_client.handle.dense_part import DensePart
 from paramstore_client.handle.origin import Origin
+from paramstore_client.handle.steps import Refreshed
 from paramstore_client.namespace import Namespace
 from paramstore_client.training.dense_files import opened
 
@@ -27,7 +28,7 @@ _log = logging.getLogger(__name__)
 TRIES_MAX = 8
 """Steps that may be dropped in a row while they are looked at, before the model stays where it is."""
 MARK = "_paramstore_dense"
-"""Attribute of a model: the file that its dense weights are of, and the view of its experts then."""
+"""Attribute of a model: the count of its experts' view changes when its dense weights were loaded for that view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ class Mover:
 
     def move(self) -> Followed:
         """Does what `ps.hf.follow` does."""
-        namespace, loaded = self.namespace, self.model.__dict__.get(MARK)
-        if loaded is not None and loaded[1] == namespace.view_change_count and self._is_newest():
+        namespace = self.namespace
+        if self.model.__dict__.get(MARK) == namespace.view_change_count and self._is_newest():
             return Followed(namespace.view_step)
         dropped: StepDropped | None = None
         for _ in range(TRIES_MAX):
@@ -80,29 +81,22 @@ class Mover:
         with namespace.reader(max_lease_slots=0) as ahead:  # it leases nothing
             step = ahead.view_step
             assert step is not None, "a reader stands on a step"
-            is_moving = False
+            moved: Refreshed | None = None
             try:
                 dense = DensePart.from_extra(ahead.extra(step))
                 if dense is None:
                     return self._stay(names_none(step))
                 with opened(dense, self._directory) as file:
                     file.check_fits(model)
-                    loaded = model.__dict__.pop(MARK, None)
-                    try:
-                        moved = namespace.refresh(step)
-                    except StepDropped:
-                        if loaded is not None:
-                            model.__dict__[MARK] = loaded
-                        raise
-                    is_moving = True
+                    moved = namespace.refresh(step)  # from here on the mark is of an earlier view
                     file.load(model)
             except (CheckpointError, SchemaMismatch) as error:
-                if is_moving:
+                if moved is not None:
                     raise
                 if step not in namespace.steps():
                     raise StepDropped(f"step {step} was dropped, and its dense weights with it") from error
                 return self._stay(f"step {step}: {error}")
-            model.__dict__[MARK] = dense.file, namespace.view_change_count
+            model.__dict__[MARK] = namespace.view_change_count
             return Followed(step, True, moved.changed_keys, moved.changed_bytes, file.size_bytes)
 
     def _stay(self, reason: str) -> Followed:

@@ -29,6 +29,7 @@ from paramstore_client.device.tier import DeviceTier
 from paramstore_client.device.visit_order import declare_order
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.refusals import check_arguments, check_config
+from paramstore_client.hf.import_checkpoint import check_experts, check_imported, import_checkpoint
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
 from paramstore_client.hf.loading.namespaces import is_committed, open_experts
@@ -68,14 +69,10 @@ class _Source:
 
     def look(self, layout: ExpertLayout) -> None:
         """Raises CheckpointError where the experts cannot be imported, before a namespace is made, which stays."""
-        from paramstore_client.hf.import_checkpoint import check_experts
-
         check_experts(self.directory(), layout, self.model)
 
     def fill(self, namespace: Namespace) -> None:
         """Imports the experts into a new namespace; of several ranks, this one's share."""
-        from paramstore_client.hf.import_checkpoint import import_checkpoint
-
         import_checkpoint(
             self.directory(), namespace, self.model, progress=self.progress, rank=namespace.rank, world_size=namespace.world_size
         )
@@ -83,8 +80,6 @@ class _Source:
     def check(self, namespace: Namespace) -> bool:
         """Returns whether a committed namespace is known to hold what was imported from this checkpoint, or was trained from it.
         Raises CheckpointError where it was another one."""
-        from paramstore_client.hf.import_checkpoint import check_imported
-
         try:
             directory = self.directory()
         except CheckpointError:

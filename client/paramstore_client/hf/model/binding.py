@@ -27,12 +27,12 @@ from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.device_supply import DeviceSupply, may_supply
 from paramstore_client.hf.model.dispatch import Dispatch, look_up
 from paramstore_client.hf.model.early_loads import EarlyLoads
-from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, RecordedStack, make_kernel
+from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, make_kernel
 from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, WeightsOf
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.lease_window import Hint
 from paramstore_client.hf.model.stripping import Unpicklable
-from paramstore_client.hf.model.weight_sources import CompactSupply, FieldSupply, HeldSupply, RecordedField, StreamedSupply
+from paramstore_client.hf.model.weight_sources import CompactSupply, FieldSupply, HeldSupply, StreamedSupply, recorded_stacks
 from paramstore_client.nn.schedule import ExpertSchedule
 from paramstore_client.nn.weight_views import in_dtype_of
 from paramstore_client.source import ExpertSource
@@ -212,8 +212,7 @@ class LayerExperts(Unpicklable):
         return is_uniform and part.image_bytes >= APART_BYTES and count <= source.lease_slots // 2
 
     def _recorded_stacks(self, weights_of: WeightsOf, x: Tensor, count: int) -> dict[str, Any]:
-        fields = self._model.source.schema.part("param").fields
-        stacks: Any = {field.name: RecordedStack(RecordedField(field, weights_of, count)) for field in fields}
+        stacks: Any = recorded_stacks(self._model.source.schema.part("param").fields, weights_of, count)
         return dict(in_dtype_of(x, stacks))
 
     def _forward_hint(self, dispatch: Dispatch, hidden_TH: Tensor) -> Hint:

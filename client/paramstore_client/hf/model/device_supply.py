@@ -31,11 +31,10 @@ from paramstore.core.key import ExpertKey
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
 from paramstore_client.hf.model.dispatch import Dispatch
-from paramstore_client.hf.model.kernels import ExpertStack, Kernel
-from paramstore_client.hf.model.layer_call import WeightsOf
+from paramstore_client.hf.model.kernels import Kernel
+from paramstore_client.hf.model.layer_call import ForwardSupply, WeightsOf
 from paramstore_client.hf.model.layer_weights import LayerWeights
 from paramstore_client.hf.model.lease_window import Hint
-from paramstore_client.hf.model.weight_sources import ForwardSupply
 from paramstore_client.source import load_ahead
 
 GROUPS_MAX = 1024
@@ -77,8 +76,8 @@ class DeviceSupply(ForwardSupply):
                 yield lambda holder: tier.slots.fields
             else:
                 weights = LayerWeights(lease, keys, self._buffers, lent, device=tier.device)
-                ends, fields = list(accumulate(self._dispatch.counts)), tier.schema.part("param").fields
-                stacks: Any = {field.name: ExpertStack(weights.field(field), ends=ends) for field in fields}
+                ends = list(accumulate(self._dispatch.counts))
+                stacks: Any = weights.stacks(tier.schema.part("param").fields, ends=ends)
                 yield lambda holder: stacks
 
     def shrink(self) -> None:

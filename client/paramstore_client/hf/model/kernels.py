@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from paramstore.core.schema import Field
 from paramstore.errors import ConfigError
 from paramstore_client.hf.compat import modeling
 
@@ -95,17 +97,15 @@ class ExpertIndex:
         return self._weights_of(int(index))[self._field]
 
 
-class StackedField(Protocol):
-    """One field of n experts, that lie apart."""
+@dataclass(frozen=True, slots=True)
+class StackedField:
+    """One field of n experts, that lie apart. shape: of one expert's tensor. in_turn: yields each position once, with its tensor,
+    which is valid until the next is asked for; those that are there come first."""
 
     dtype: torch.dtype
-    device: torch.device
     shape: tuple[int, ...]
-    """The shape of one expert's tensor."""
-
-    def in_turn(self) -> Iterator[tuple[int, Tensor]]:
-        """Each position once, with its tensor, which is valid until the next is asked for; those that are there come first."""
-        ...
+    device: torch.device
+    in_turn: Callable[[], Iterator[tuple[int, Tensor]]]
 
 
 class ExpertStack:
@@ -127,6 +127,17 @@ class ExpertStack:
         self.device = field.device
         self.dtype = field.dtype if dtype is None else dtype
         self.itemsize = self.dtype.itemsize
+
+    @classmethod
+    def of_fields(
+        cls, fields: Iterable[Field], device: torch.device, in_turn: Callable[[str], Iterator[tuple[int, Tensor]]], *,
+        ends: Sequence[int] | None = None,
+    ) -> dict[str, Self]:  # fmt: skip
+        """A stack of each of the fields, by name, whose tensors `in_turn` yields of a name."""
+        return {
+            field.name: cls(StackedField(getattr(torch, field.dtype), field.shape, device, partial(in_turn, field.name)), ends=ends)
+            for field in fields
+        }
 
     def to(self, dtype: torch.dtype) -> ExpertStack:
         """A stack of these experts that computes in another dtype."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,12 +33,17 @@ WeightsOf = Callable[[Any], Fields]
 """(holder) -> fields. A holder names weights that are held together: the position of one expert, or None for all."""
 
 
-class Supply(Protocol):
-    """Gives a call its weights, and takes their gradients."""
+class ForwardSupply(Protocol):
+    """Gives a call without a graph its weights."""
 
     def forward_pass(self) -> AbstractContextManager[WeightsOf]:
         """The weights of a forward, within the `with`."""
         ...
+
+
+@runtime_checkable
+class Supply(ForwardSupply, Protocol):
+    """Gives a call its weights, again in backward, and takes their gradients."""
 
     def begin_backward(self) -> None:
         """Begins a backward; drops what an unfinished one had left."""
@@ -91,7 +96,7 @@ class LayerCall:
 
     def __init__(
         self,
-        supply: Supply,
+        supply: ForwardSupply,
         passes: BackwardPasses,
         compute: Callable[[WeightsOf], Tensor],
         *,
@@ -105,18 +110,20 @@ class LayerCall:
     def run(self, inputs: Sequence[Tensor]) -> Tensor:
         """y, recorded for backward where grad mode is on. inputs: what y depends on beside the weights, the tokens first: weights
         compute in their dtype (`in_dtype_of`)."""
-        self._passes.begin(None)
+        supply, passes = self._supply, self._passes
+        passes.begin(None)
         if not torch.is_grad_enabled():
-            with self._supply.forward_pass() as weights_of:
+            with supply.forward_pass() as weights_of:
                 return self._compute(lambda holder: in_dtype_of(inputs[0], weights_of(holder)))
-        recording = _Recording(self._supply, self._passes)
+        assert isinstance(supply, Supply), "a forward under a graph has a backward"
+        recording = _Recording(supply, passes)
         anchor = None if self._anchor is None else self._anchor()
         if anchor is not None:
-            anchor = _Opening.apply(anchor, self._supply, self._passes)  # type: ignore[no-untyped-call]
-        with self._supply.forward_pass() as weights_of, saved_tensors_hooks(recording.pack, recording.unpack):
+            anchor = _Opening.apply(anchor, supply, passes)  # type: ignore[no-untyped-call]
+        with supply.forward_pass() as weights_of, saved_tensors_hooks(recording.pack, recording.unpack):
             y = self._compute(recording.entering(weights_of, anchor, inputs[0]))
         recording.end()
-        return _Exit.apply(y, self._supply, self._passes, *inputs) if y.requires_grad else y  # type: ignore[no-untyped-call]
+        return _Exit.apply(y, supply, passes, *inputs) if y.requires_grad else y  # type: ignore[no-untyped-call]
 
 
 class _Recording:

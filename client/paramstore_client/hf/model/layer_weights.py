@@ -6,7 +6,7 @@ that is asked for first is used then, and the others are kept as copies. So a la
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -16,6 +16,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Field
 from paramstore.errors import LeaseError
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
+from paramstore_client.hf.model.kernels import ExpertStack
 from paramstore_client.source import ArrivingLease
 
 CPU = torch.device("cpu")
@@ -42,19 +43,19 @@ class LayerWeights:
         self._row: dict[int, int] = {}
         """position -> its row in the copies, for those that passed by"""
 
-    def field(self, field: Field) -> LeasedField:
-        """One field of all experts, for an `ExpertStack`."""
-        return LeasedField(self, field)
+    def stacks(self, fields: Iterable[Field], *, ends: Sequence[int] | None = None) -> dict[str, ExpertStack]:
+        """What `grouped_mm` calls a weight, for each of the fields. ends: as for an `ExpertStack`."""
+        return ExpertStack.of_fields(fields, self.device, self._in_turn, ends=ends)
 
-    def in_turn(self, name: str) -> Iterator[tuple[int, Tensor]]:
+    def _in_turn(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """Each position with its tensor of the field, those that are there first. Raises what a load raises."""
         if self._has_come:
-            yield from ((position, self.tensor(position, name)) for position in self._order)
+            yield from ((position, self._tensor(position, name)) for position in self._order)
             return
         for position, fields in self._arriving(without=name):
             yield position, fields[name]
 
-    def tensor(self, position: int, name: str) -> Tensor:
+    def _tensor(self, position: int, name: str) -> Tensor:
         """The tensor of an expert that has come. Raises LeaseError where it passed by and this field of it was not kept."""
         row = self._row.get(position)
         if row is None:
@@ -78,17 +79,3 @@ class LayerWeights:
                 for name, copies in self._copies.items():
                     copies[row].copy_(fields[name])
         self._has_come = True
-
-
-class LeasedField:
-    """One field of a layer's weights: a `StackedField`. shape: of one expert's tensor."""
-
-    def __init__(self, weights: LayerWeights, field: Field) -> None:
-        self.dtype: torch.dtype = getattr(torch, field.dtype)
-        self.device = weights.device
-        self.shape = field.shape
-        self._weights = weights
-        self._name = field.name
-
-    def in_turn(self) -> Iterator[tuple[int, Tensor]]:
-        return self._weights.in_turn(self._name)

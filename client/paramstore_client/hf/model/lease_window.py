@@ -16,30 +16,12 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
-from paramstore.core.location import Identity
-from paramstore.errors import LeaseError, StepMismatch
+from paramstore.errors import LeaseError
+from paramstore_client.nn.weight_views import Identities
 from paramstore_client.source import ExpertSource, WeightLease, load_ahead
 
 Hint = Callable[[int], list[ExpertKey]]
 """(slots left beside what is leased) -> keys worth prefetching; called when the last part is leased."""
-
-
-class Identities:
-    """The identities of the bytes that a layer's forward computed with. Owner of that fact."""
-
-    def __init__(self) -> None:
-        self._seen: dict[ExpertKey, Identity] = {}
-
-    def check(self, keys: Sequence[ExpertKey], lease: WeightLease) -> None:
-        """Notes keys that are seen for the first time; raises StepMismatch where another pass saw other bytes."""
-        for key in keys:
-            now = lease.identity(key)
-            seen = self._seen.setdefault(key, now)
-            if seen != now:
-                raise StepMismatch(
-                    f"expert {key}: forward computed with epoch {seen.epoch} version {seen.version}, backward finds epoch "
-                    f"{now.epoch} version {now.version}; call apply, refresh and rollback after backward, not before it"
-                )
 
 
 class Window:

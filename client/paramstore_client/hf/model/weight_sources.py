@@ -6,7 +6,7 @@ bit: every expert's gradient is one addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Field
-from paramstore.errors import ConfigError
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
-from paramstore_client.hf.model.kernels import ExpertStack
-from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
+from paramstore_client.hf.model.kernels import RecordedStack
+from paramstore_client.hf.model.layer_call import Fields, ForwardSupply, Supply, WeightsOf
 from paramstore_client.hf.model.layer_weights import CPU, LayerWeights
-from paramstore_client.hf.model.lease_window import Hint, Identities, Window
+from paramstore_client.hf.model.lease_window import Hint, Window
+from paramstore_client.nn.weight_views import Identities
 from paramstore_client.source import ExpertSource, load_ahead
 
 PUSH_BYTES = 4 << 20
@@ -144,20 +144,14 @@ class FieldSupply(StreamedSupply):
         super().push(holder[0], gradients)
 
 
-class RecordedField:
-    """One field of the experts of a `FieldSupply`, in their order: a `StackedField` whose tensors come from the graph."""
+def recorded_stacks(fields: Iterable[Field], weights_of: WeightsOf, count: int) -> dict[str, RecordedStack]:
+    """Each of the fields of the `count` experts of a `FieldSupply`, in their order, with tensors that come from the graph."""
 
-    def __init__(self, field: Field, weights_of: WeightsOf, count: int) -> None:
-        self.dtype: torch.dtype = getattr(torch, field.dtype)
-        self.device = CPU
-        self.shape = field.shape
-        self._name = field.name
-        self._weights_of = weights_of
-        self._count = count
+    def in_turn(name: str) -> Iterator[tuple[int, Tensor]]:
+        for position in range(count):
+            yield position, weights_of((position, name))[name]
 
-    def in_turn(self) -> Iterator[tuple[int, Tensor]]:
-        for position in range(self._count):
-            yield position, self._weights_of((position, self._name))[self._name]
+    return RecordedStack.of_fields(fields, CPU, in_turn)
 
 
 class CompactSupply(_LeasedSupply):
@@ -205,29 +199,6 @@ class CompactSupply(_LeasedSupply):
         self._held.close()
 
 
-class ForwardSupply(Supply):
-    """The part that supplies of forwards without a graph share: they refuse every backward."""
-
-    def begin_backward(self) -> None:
-        raise self._refusal()
-
-    def backward_weights(self, holder: None, /) -> Fields:
-        raise self._refusal()
-
-    def push(self, holder: Hashable, gradients: Fields, /) -> None:
-        raise self._refusal()
-
-    def let_go(self) -> None:
-        """Nothing is held between two passes."""
-
-    def finish_backward(self) -> None:
-        raise self._refusal()
-
-    @staticmethod
-    def _refusal() -> ConfigError:
-        return ConfigError("this forward was computed without a graph: it has no backward")
-
-
 class HeldSupply(ForwardSupply):
     """Weights where they lie, for a forward without a graph: those that stand or find a slot are leased until the kernel has run,
     and those on their way are computed with last. Where not all find one, the others pass by: the first field that the kernel
@@ -255,6 +226,5 @@ class HeldSupply(ForwardSupply):
             if self._is_streamed:
                 yield lambda position: lease.turn_to(keys[position])
                 return
-            weights = LayerWeights(lease, keys, self._buffers, lent)
-            stacks: Any = {field.name: ExpertStack(weights.field(field)) for field in source.schema.part("param").fields}
+            stacks: Any = LayerWeights(lease, keys, self._buffers, lent).stacks(source.schema.part("param").fields)
             yield lambda holder: stacks

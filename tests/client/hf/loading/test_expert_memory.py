@@ -31,7 +31,7 @@ def test_every_residency_is_a_policy_of_slots() -> None:
 
 
 def test_training_with_the_defaults_is_no_mistake() -> None:
-    assert ExpertMemory.of(None, "auto", mode="train").slots is None
+    assert ExpertMemory.of(None, "auto", mode="train").given is None
 
 
 @pytest.mark.parametrize(

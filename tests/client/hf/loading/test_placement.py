@@ -91,7 +91,7 @@ def test_models_are_placed_where_their_dense_part_is(monkeypatch: pytest.MonkeyP
     model.to_empty(device="cpu")
     unsaid = Placement.of(model, layout, schema, memory, cache_shape=None)
     assert (unsaid, unsaid.lease_bounds(3)) == (Placement(None, None), (3, None))
-    said = Placement.of(model, layout, schema, ExpertMemory(5, None, "lru"), cache_shape=None)
+    said = Placement.of(model, layout, schema, ExpertMemory("lru", 5), cache_shape=None)
     assert (said.lease_bounds(0), said.lease_bounds(7)) == ((5, 5), (7, 7))
     device = torch.device("cuda", 0)
     monkeypatch.setattr(placement, "device_of_experts", lambda model, layout: device)
@@ -100,7 +100,7 @@ def test_models_are_placed_where_their_dense_part_is(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(placement, "free_bytes", lambda of: free)
     placed = Placement.of(model, layout, schema, memory, cache_shape=(2, 9))
     assert (placed, placed.lease_bounds(0)) == (Placement(device, 3), (0, None)), "copies end their leases"
-    assert Placement.of(model, layout, schema, ExpertMemory(5, None, "lru"), cache_shape=None) == Placement(device, 5)
+    assert Placement.of(model, layout, schema, ExpertMemory("lru", 5), cache_shape=None) == Placement(device, 5)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_loaded_model_computes_in_slots_as_in_leases(
     torch.manual_seed(0)
     leased = ps.hf.from_config(auto, tiny_config("qwen3_moe"), **given)
     leased.save_pretrained(tmp_path)
-    monkeypatch.setattr(Placement, "of", lambda model, layout, schema, memory, cache_shape: Placement(CPU, memory.slots))
+    monkeypatch.setattr(Placement, "of", lambda model, layout, schema, memory, cache_shape: Placement(CPU, memory.given))
     there = ps.hf.from_pretrained(auto, tmp_path, expert_memory=slots, residency="ring", **given)
     with ps.hf.namespace(leased), ps.hf.namespace(there), torch.no_grad():
         tier = layer_of(next(iter(experts_modules(there).values()))).source

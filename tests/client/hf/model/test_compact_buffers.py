@@ -4,7 +4,8 @@ import torch
 
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
-from paramstore_client.hf.model.lease_window import Identities, Window
+from paramstore_client.hf.model.lease_window import Window
+from paramstore_client.nn.weight_views import Identities
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,8 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import LeaseError, StepMismatch
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore_client.hf.model.lease_window import Hint, Identities, Window
+from paramstore_client.hf.model.lease_window import Hint, Window
+from paramstore_client.nn.weight_views import Identities
 
 CPU = torch.device("cpu")
 
