@@ -18,7 +18,8 @@ from paramstore.wire.messages import Failed, Message
 READ_BYTES = 64 << 10
 """Size of the one buffer that all channels read into: a buffer for each read would be mapped and unmapped each time."""
 READS_MAX = 2
-"""Most reads of one turn: one more than most need, which finds nothing."""
+"""Most reads of one call: one more than most need, which finds nothing. A turn of the loop has two calls at most: the selector's,
+and one that the turn before has left."""
 OUTPUT_BYTES_MAX = 64 << 20
 
 
@@ -43,7 +44,8 @@ class Channel:
         self._output_bytes = 0
         self._is_closed = False
         self._is_due = False
-        """Whether a read is to come in the loop's next turn, whatever the socket says."""
+        """Whether a read is to come in the loop's next turn, whatever the socket says. Were there one for each that found more, a
+        client that never stops sending would have two reads more in each turn, and the others ever longer ones."""
         loop.add_reader(sock.fileno(), self._readable)
 
     def raise_limit(self, limit_bytes: int) -> None:

@@ -110,7 +110,7 @@ def first_body(stream: bytearray | memoryview, start: int = 0, *, limit_bytes: i
     if body_bytes > limit_bytes:
         raise ProtocolError(f"frame of {body_bytes} bytes; the limit is {limit_bytes}")
     begin = start + LENGTH.size
-    return bytes(stream[begin : begin + body_bytes]) if len(stream) >= begin + body_bytes else None
+    return bytes(memoryview(stream)[begin : begin + body_bytes]) if len(stream) >= begin + body_bytes else None
 
 
 class FrameDecoder:

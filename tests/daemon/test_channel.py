@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Coroutine
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -260,3 +261,31 @@ def test_what_is_asked_for_right_before_the_end_is_answered() -> None:
         assert await peer.client.end() == [m.Done(1)]
 
     run(scenario)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_client_that_never_stops_sending_is_read_equally_often_in_each_turn(
+    loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both what was read last time and the selector say that there is more: were each of them followed by a read of its own, there
+    would be more of them in each turn than in the one before."""
+
+    async def scenario(peer: Peer) -> None:
+        reads, counts, read = 0, [], Channel._read
+
+        def read_and_send_more(channel: Channel, *, may_end: bool) -> bool:
+            nonlocal reads
+            reads += 1
+            found = read(channel, may_end=may_end)
+            peer.client.sock.send(frame(b"more"))  # there is always something to read, when the selector looks too
+            return found
+
+        monkeypatch.setattr(Channel, "_read", read_and_send_more)
+        await peer.client.send_bytes(frame(b"first"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+            counts.append(reads)
+        turns = [later - earlier for earlier, later in pairwise(counts)][5:]
+        assert turns == [2 * channel_module.READS_MAX] * len(turns)
+
+    run(scenario, loop=loop)

@@ -143,3 +143,27 @@ def test_a_model_trains_through_the_tier_as_if_its_experts_were_resident(writer:
             resident(x_resident, ids, gate).square().sum().backward()
             assert torch.equal(x_stored.grad, x_resident.grad)
             writer.apply(ps.AdamW(lr=1e-2)).wait()
+
+
+def test_what_was_evicted_from_the_host_before_it_was_copied_ahead_costs_the_others_nothing(
+    writer: ps.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefetch, expected = writer.prefetch, values(writer)
+
+    def evict_one_after(keys: list[tuple[int, int]], part: str = "param") -> ps.Ticket[dict[str, int]]:
+        ticket = prefetch(keys, part=part)
+        ticket.wait()
+        assert writer.evict(KEYS[1:2], part="param").wait()["evicted"] == 1
+        return ticket
+
+    monkeypatch.setattr(writer, "prefetch", evict_one_after)
+    others = [KEYS[0], *KEYS[2:5]]
+    with ps.DeviceTier(writer, 5, device="cpu") as tier:
+        assert tier.prefetch(KEYS[:5]).done()
+        assert set(tier.keys) >= set(others)
+        copied = tier.stats.bytes_copied
+        with tier.fetch(others) as held:
+            assert all(torch.equal(held[key][name], value) for key in others for name, value in expected[key].items())
+        assert (tier.stats.hits, tier.stats.bytes_copied) == (4, copied)
+        with tier.fetch(KEYS[1:2]) as held:
+            assert all(torch.equal(held[KEYS[1]][name], value) for name, value in expected[KEYS[1]].items())

@@ -37,8 +37,12 @@ Read = tuple[bytes, list[tuple[int, int, bytes]], int, Any]
 class _Unhandled:
     """What was read and not handled yet. Its deques are written by single calls of C; the rest is replaced as a whole."""
 
-    stream: memoryview
-    """Bytes from the first answer that was not handled on."""
+    stream: bytearray
+    """What came, in order. It grows in place, so that an answer of many reads is joined once; other states may share it."""
+    start: int
+    """Where the first answer that was not handled begins in the stream."""
+    end: int
+    """Where the stream ends. Bytes behind it are those of an interrupted join, which is done again."""
     fds: Sequence[int]
     """Descriptors that came with the stream."""
     reads: deque[Read] = field(default_factory=deque)
@@ -59,7 +63,7 @@ class Inbox:
         """Slots left to each handle, as a daemon before PROMISE_MINOR tells: there all handles of a namespace share its slots."""
         self._sock = sock
         self._segments = segments
-        self._unhandled = _Unhandled(memoryview(b""), ())
+        self._unhandled = _Unhandled(bytearray(), 0, 0, ())
         self._first: tuple[int, int] = 0, 0
         """Bytes and descriptors of the first answer in the stream, once it was decoded."""
 
@@ -91,9 +95,9 @@ class Inbox:
         while True:
             self._go_on()
             unhandled = self._unhandled
-            body = first_body(unhandled.stream)
+            body = first_body(unhandled.stream, unhandled.start)
             if body is None:
-                if unhandled.fds and not unhandled.stream:
+                if unhandled.fds and unhandled.start == unhandled.end:
                     raise ProtocolError(f"{len(unhandled.fds)} file descriptors came that no message names")
                 return None
             answer = decode_answer(body)
@@ -119,7 +123,7 @@ class Inbox:
         """Whether something was read that `first` has not looked at: an interrupt came."""
         unhandled = self._unhandled
         try:
-            return bool(unhandled.reads or unhandled.handled) or first_body(unhandled.stream) is not None
+            return bool(unhandled.reads or unhandled.handled) or first_body(unhandled.stream, unhandled.start) is not None
         except ProtocolError:
             return True
 
@@ -127,7 +131,7 @@ class Inbox:
         """Closes descriptors whose frame never came whole, and drops the rest. Idempotent."""
         unhandled = self._unhandled
         came = [*unhandled.fds, *(fd for read in unhandled.reads for fd in _fds_of(read[1]))]
-        self._unhandled = _Unhandled(memoryview(b""), (), used_fds=deque([*unhandled.used_fds, *came]))
+        self._unhandled = _Unhandled(bytearray(), 0, 0, (), used_fds=deque([*unhandled.used_fds, *came]))
         close_all(self._unhandled.used_fds)
 
     def _go_on(self) -> None:
@@ -136,8 +140,10 @@ class Inbox:
         if unhandled.handled:
             length_bytes, count = self._first
             used_fds = deque([*unhandled.used_fds, *unhandled.fds[:count]])
-            unhandled = _Unhandled(unhandled.stream[length_bytes:], unhandled.fds[count:], unhandled.reads, used_fds=used_fds)
-            self._unhandled = unhandled
+            self._unhandled = unhandled = _Unhandled(
+                unhandled.stream, unhandled.start + length_bytes, unhandled.end, unhandled.fds[count:], unhandled.reads,
+                used_fds=used_fds,
+            )  # fmt: skip
         if unhandled.used_fds:
             close_all(unhandled.used_fds)
         if not unhandled.reads:
@@ -147,9 +153,12 @@ class Inbox:
             raise ProtocolError(f"more than {SEGMENTS_PER_FRAME_MAX} file descriptors came at once, or there is no room here")
         if not data:
             raise StoreUnavailable(f"the daemon went away: it closed the connection; {WAY_ON}")
-        joined = memoryview(unhandled.stream.tobytes() + data) if unhandled.stream else memoryview(data)
+        stream, start, end = unhandled.stream, unhandled.start, unhandled.end
+        if start:  # the rest of one read at most: it begins a stream of its own
+            stream, start, end = stream[start:end], 0, end - start
+        stream[end:] = data
         fds = (*unhandled.fds, *_fds_of(ancillary)) if ancillary else unhandled.fds
-        self._unhandled = _Unhandled(joined, fds, taken_in=unhandled.taken_in)
+        self._unhandled = _Unhandled(stream, start, end + len(data), fds, taken_in=unhandled.taken_in)
 
     def _take_in(self, answer: Answered) -> None:
         """Maps the segments that come with the answer, so that its ticket finds the memory there."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from paramstore.core.key import ExpertKey
-from paramstore.errors import CapacityError, LeaseError
+from paramstore.errors import CapacityError, LeaseError, WaitTimeout
 from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held
 from paramstore_client.device.copier import REACHED, Mark
@@ -108,11 +108,13 @@ class DeviceCopies:
     def fill(self, loads: Sequence[Held], timeout_s: float | None) -> None:
         """Copies those of `loads` that were not copied yet. Where it fails, what was copied stays, and the rest is given up."""
         if loads := [held for held in loads if held not in self._copies]:
-            self._fill(loads, partial(self._lease_from_host, timeout_s=timeout_s))
+            lease_from_host = partial(self._lease_from_host, timeout_s=timeout_s)
+            self._fill(loads, partial(self._copy, lease_from_host=lease_from_host))
 
     def fill_ahead(self, loads: Sequence[Held]) -> None:
-        """Copies `loads`, new and at most `ahead_keys`, which are on the host, and waits for nothing. Fails as `fill` does."""
-        self._fill(loads, partial(self._namespace.acquire, timeout_s=0.0))
+        """Copies `loads`, new and at most `ahead_keys`, which were on the host, and waits for nothing: those that the host has
+        evicted since are given up. Fails as `fill` does."""
+        self._fill(loads, self._copy_those_there)
 
     def begin_use(self, used: Sequence[Held], timeout_s: float | None) -> list[DeviceCopy]:
         """The copies of `used`, made where there are none; the caller's current stream goes on only after they are there."""
@@ -142,25 +144,36 @@ class DeviceCopies:
         for mark, _, _ in list(self._host_leases):
             mark.wait_on_host()
 
-    def _fill(self, loads: Sequence[Held], lease_from_host: Callable[[Sequence[ExpertKey]], WeightLease]) -> None:
+    def _fill(self, loads: Sequence[Held], copy: Callable[[Sequence[Held]], None]) -> None:
+        """Has `copy` copy as many of `loads` at once as one message leases. What has no copy then is given up."""
         self.free_gone()
-        view = self._namespace.view_change_count
         try:
             for start in range(0, len(loads), self.host_keys):
-                chunk = loads[start : start + self.host_keys]
-                host = lease_from_host([held.key for held in chunk])  # type: ignore[misc]  # the names are keys here
-                mark: Mark = self._host_leases[-1][0] if self._host_leases else REACHED
-                try:
-                    for held in chunk:
-                        mark = self._place(held, host, view)
-                finally:
-                    self._host_leases.append((mark, host, len(chunk)))
-                    self.note_arrivals()
-        except BaseException:
+                copy(loads[start : start + self.host_keys])
+        finally:
             for held in loads:
                 if held not in self._copies:
                     self.plan.fail(held)
-            raise
+
+    def _copy_those_there(self, chunk: Sequence[Held]) -> None:
+        """Copies what is on the host now."""
+        try:
+            self._copy(chunk, partial(self._namespace.acquire, timeout_s=0.0))
+        except WaitTimeout:  # a lease is of all keys or none: the halves tell which are not there
+            if half := len(chunk) // 2:
+                self._copy_those_there(chunk[:half])
+                self._copy_those_there(chunk[half:])
+
+    def _copy(self, chunk: Sequence[Held], lease_from_host: Callable[[Sequence[ExpertKey]], WeightLease]) -> None:
+        view = self._namespace.view_change_count
+        host = lease_from_host([held.key for held in chunk])  # type: ignore[misc]  # the names are keys here
+        mark: Mark = self._host_leases[-1][0] if self._host_leases else REACHED
+        try:
+            for held in chunk:
+                mark = self._place(held, host, view)
+        finally:
+            self._host_leases.append((mark, host, len(chunk)))
+            self.note_arrivals()
 
     def _place(self, held: Held, host: WeightLease, view: int) -> Mark:
         key: ExpertKey = held.key  # type: ignore[assignment]

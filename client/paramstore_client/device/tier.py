@@ -344,7 +344,8 @@ class DeviceTier:
             loads, _ = self.plan.ahead(ticket.on_host, most=most, evicting=0 if self.plan.is_passing else None)
             if loads:
                 self.copies.fill_ahead(loads)
-            ticket.on_host = self.lacking(ticket.on_host) if len(loads) == most else ()
+            tried = {held.key for held in loads}  # those of them that lack are no longer on the host
+            ticket.on_host = [key for key in self.lacking(ticket.on_host) if key not in tried] if len(loads) == most else ()
         return True
 
     def _forget_ahead(self, layers: Iterable[int]) -> None:

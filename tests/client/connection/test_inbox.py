@@ -3,6 +3,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from paramstore.errors import ParamStoreError, ProtocolError, StepDropped, Store
 from paramstore.memory.pages import SEGMENT_ALIGNMENT_BYTES
 from paramstore.wire import messages as m
 from paramstore.wire.codec import encode
-from paramstore_client.connection.inbox import Inbox
+from paramstore_client.connection.inbox import READ_BYTES, Inbox
 from paramstore_client.connection.segments import Segments
 from paramstore_testkit.wire.fake_namespace import FakeMemory
 
@@ -71,6 +72,26 @@ def test_answers_come_in_order_however_the_stream_is_cut(peer: Peer) -> None:
         peer.send(stream[start : start + 5])
         answers += peer.receive()
     assert answers == [(1, m.Done(1, "a")), (2, m.Done(2, "b")), (3, m.Done(3, "c"))]
+
+
+def test_an_answer_of_many_reads_is_not_joined_anew_at_each_of_them(peer: Peer) -> None:
+    frame = bytes(encode(m.Done(1, bytes(16 * READ_BYTES))))
+    made_bytes = []
+    peer.send(bytes(encode(m.Done(0))) + frame[:READ_BYTES])
+    assert peer.receive() == [(0, m.Done(0))]
+    tracemalloc.start()
+    try:
+        for start in range(READ_BYTES, 16 * READ_BYTES, READ_BYTES):
+            peer.send(frame[start : start + READ_BYTES])
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            assert peer.receive() == []
+            made_bytes.append(tracemalloc.get_traced_memory()[1] - before)
+    finally:
+        tracemalloc.stop()
+    assert max(made_bytes) < 6 * READ_BYTES, made_bytes  # what was read, and now and then room for more
+    peer.send(frame[16 * READ_BYTES :])
+    assert peer.receive() == [(1, m.Done(1, bytes(16 * READ_BYTES)))]
 
 
 def test_failed_becomes_the_error_of_that_name(peer: Peer) -> None:

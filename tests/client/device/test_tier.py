@@ -1,15 +1,16 @@
 """The device tier on its CPU twin: a cache that never serves a stale copy and never takes a slot in use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.optimizers import AdamW
-from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, StepMismatch, UnknownKey
-from paramstore.testing.memory_namespace import MemoryNamespace, MemoryTicket
+from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, StepMismatch, UnknownKey, WaitTimeout
+from paramstore.testing.memory_namespace import MemoryLease, MemoryNamespace, MemoryTicket
 from paramstore_client.device.copier import HostCopier, Mark
 from paramstore_client.device.slots import DeviceSlots
 from paramstore_client.device.tier import REPORT_EVERY, DeviceTier
@@ -479,6 +480,32 @@ def test_a_prefetch_that_fails_is_logged_and_harms_nobody(caplog: pytest.LogCapt
         assert tier.prefetch(KEYS[:1]).done()
     assert "prefetch of 1 keys to cpu given up" in caplog.text
     use(tier, KEYS[:1])
+
+
+@pytest.mark.parametrize("lease_slots", [2, 4, 64])
+def test_what_the_host_evicted_after_a_prefetch_costs_the_others_nothing(
+    lease_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ns = make_namespace(lease_slots=lease_slots)
+    tier, evicted, acquire = make_tier(ns, 6), {KEYS[1], KEYS[4]}, ns.acquire
+
+    def acquire_those_there(keys: Sequence[ExpertKey], part: str = "param", timeout_s: float | None = None) -> MemoryLease:
+        if timeout_s == 0.0 and not evicted.isdisjoint(keys):
+            raise WaitTimeout("still loading")
+        return acquire(keys, part, timeout_s)
+
+    monkeypatch.setattr(ns, "acquire", acquire_those_there)
+    assert tier.prefetch(KEYS).done()
+    there = [key for key in KEYS if key not in evicted]
+    assert tier.keys == there
+    ns.events.clear()
+    with tier.fetch(there) as held:
+        assert_holds(ns, held, there)
+    assert ns.events == [], "their bytes were here"
+    assert (tier.stats.useful, tier.stats.bytes_copied) == (4, 4 * sum(value.nbytes for value in ns.values(KEYS[0]).values()))
+    with tier.fetch(KEYS) as held:
+        assert_holds(ns, held, KEYS)
+    assert ns.leased == []
 
 
 def test_residency_and_use_are_reported() -> None:
