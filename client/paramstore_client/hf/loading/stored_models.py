@@ -27,6 +27,7 @@ from paramstore_client.client import Store
 from paramstore_client.device.host_slots import HostSlots, standing
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.device.visit_order import declare_order
+from paramstore_client.hf.checkpoint.shards import open_checkpoint
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.refusals import check_arguments, check_config
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
@@ -360,6 +361,12 @@ def _load_dense(
         )
     except FileNotFoundError as error:  # a shard that the index names
         raise CheckpointError(f"{os.fspath(path)}: the checkpoint is not whole: {error}: fetch it again") from error
+    except modeling.damaged_file() as error:
+        try:
+            open_checkpoint(_Source(path, options, None, None).directory())  # looks at each file, and names it
+        except CheckpointError as named:
+            raise named from error
+        raise CheckpointError(f"{os.fspath(path)}: a file of the checkpoint is damaged: {error}: fetch it again") from error
     return loaded, requested, options
 
 
