@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ POLICIES = {"auto": "schedule", "ring": "ring", "buffer": "lifo_inactive"}
 (`bench/bench_hits.py`). ring goes by the turns of the layers, as ring memory does (SE-MoE, arXiv 2205.10034, section 3.3.2). buffer
 gives up what this batch does not use, the last to come first ("Towards MoE Deployment", arXiv 2303.06182, section VI). Both papers
 give each layer slots of its own; here all layers share them."""
+
+OURS = "What this process has it gives back when a model is dropped (`del model`), or by ps.hf.namespace(model).close()"
+"""What a reader of its own that is in the way means to a program, as a notebook whose cell is run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +67,16 @@ class ExpertMemory:
 
     @contextmanager
     def named(self, slots: int | None) -> Iterator[None]:
-        """A block that asks for `slots` lease slots, and whose CapacityError names `expert_memory`, as the caller did, for them."""
+        """A block that asks for `slots` lease slots, and whose CapacityError names `expert_memory`, as the caller did, for them,
+        and says how a model of this process lets go of its own."""
         try:
             yield
         except CapacityError as error:
-            asked = rf"min_lease_slots={slots}\b"
-            if self.given is None or not re.search(asked, str(error)):
+            told = str(error)
+            if self.given is not None:
+                told = re.sub(rf"min_lease_slots={slots}\b", lambda _: f"expert_memory={self.given!r} takes {slots} slots", told)
+            if f" pid {os.getpid()} " in told:
+                told = f"{told}. {OURS}"
+            if told == str(error):
                 raise
-            raise CapacityError(re.sub(asked, lambda _: f"expert_memory={self.given!r} takes {slots} slots", str(error))) from error
+            raise CapacityError(told) from error

@@ -41,7 +41,7 @@ from paramstore_client.hf.model.early_loads import SpeculationFigures
 from paramstore_client.hf.model.kernels import choose_kernel
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.stripping import strip, stripped_class
-from paramstore_client.namespace import Namespace
+from paramstore_client.namespace import Namespace, close_when_dropped
 from paramstore_client.source import ExpertSource
 from paramstore_client.training import Experts
 from paramstore_client.training import bind as bind_training
@@ -142,6 +142,8 @@ class _Wanted:
         with memory.named(placement.slots):
             opened = open_experts(self.store, name, layout, schema, mode=self.mode, bounds=bounds, fill=fill, check=check)
         join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=self.speculation)
+        if not trains:
+            close_when_dropped(opened)
         return opened
 
 
