@@ -72,8 +72,8 @@ class Lease:
         self, connection: Connection, answer: object, *, namespace: str, part: Part, keys: Sequence[ExpertKey],
         all_held: WeakSet[Lease], is_debug: bool,
     ) -> None:  # fmt: skip
-        """answer: what the daemon said to an `acquire` of `keys`. all_held: the handle's leases; gets this one too, and lives as long
-        as it does, or its tensors. Raises ProtocolError."""
+        """answer: what the daemon said to an `acquire` of `keys`. all_held: the handle's leases; gets this one too, and lives as
+        long as it does, or its tensors. Raises ProtocolError."""
         self._is_given_back = True
         if not isinstance(answer, Granted) or len(answer.slots) != len(keys):
             raise ProtocolError(f"no lease of {len(keys)} keys came for an acquire of as many")
