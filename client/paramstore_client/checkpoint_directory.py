@@ -20,6 +20,9 @@ def checkpoint_directory(path: str | os.PathLike[str], **cached: Any) -> Path:
     directory = Path(path)
     if directory.is_dir():
         return directory
+    if directory.exists() or directory.is_absolute():
+        what = "is a file" if directory.exists() else "is not there"
+        raise CheckpointError(f"{str(path)!r} {what}: give the directory that has the checkpoint's config.json and safetensors")
     try:
         hub = importlib.import_module("huggingface_hub")
     except ModuleNotFoundError as error:

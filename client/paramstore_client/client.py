@@ -6,21 +6,23 @@ daemon goes away everything raises StoreUnavailable until `reconnect`; handles o
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from paramstore.clock import MonotonicClock
-from paramstore.config import Config, parse_size
+from paramstore.config import Config, format_size, parse_size
 from paramstore.core.arguments import choice, flag, instance, seconds, whole_number, wrong
 from paramstore.core.key import ExpertKey, KeySpace, check_name
 from paramstore.core.schema import Schema
-from paramstore.errors import StoreUnavailable, WaitTimeout
+from paramstore.errors import ParamStoreError, StoreUnavailable, WaitTimeout
 from paramstore.wire.messages import (
     LABEL_MAX,
     MAGIC,
@@ -57,6 +59,8 @@ T = TypeVar("T")
 DEBUG_VARIABLE = "PARAMSTORE_DEBUG"
 RECONNECT_TIMEOUT_S = 10.0
 
+_log = logging.getLogger(__name__)
+
 Dial = Callable[[float], socket.socket]
 """timeout_s -> a connected socket, or StoreUnavailable."""
 
@@ -68,7 +72,8 @@ def connect(
 
     address: `unix:///path`, the path, or the store's directory. None: where `autostart`'s daemon listens, else
     PARAMSTORE_ADDRESS, else the default.
-    autostart: starts a daemon if none listens there; it outlives this process. timeout_s: for the whole call.
+    autostart: starts a daemon if none listens there; it outlives this process. One that runs keeps its host budget: the log says
+    so where that is another than was asked for. timeout_s: for the whole call.
     debug: every use of a tensor whose lease was released raises LeaseError (also PARAMSTORE_DEBUG=1).
     Raises StoreUnavailable, VersionMismatch, ConfigError.
     """
@@ -83,7 +88,11 @@ def connect(
     else:
         path = default_path()
     is_debug = flag("debug", debug) or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
-    return Store(path, _dial(path, options), timeout_s=timeout_s, is_debug=is_debug)
+    store = Store(path, _dial(path, options), timeout_s=timeout_s, is_debug=is_debug)
+    if options is not None and options.host_budget is not None:
+        with suppress(ParamStoreError):  # the first call raises what is wrong
+            _tell_of_budget(store, parse_size(options.host_budget))
+    return store
 
 
 class Store:
@@ -243,6 +252,15 @@ class Store:
 
     def _ask(self, message: Request, what: str, convert: Callable[[Any], T]) -> T:
         return self._connection.request(message, what=what, convert=convert).wait()
+
+
+def _tell_of_budget(store: Store, asked_bytes: int) -> None:
+    """Logs where the daemon has another host budget than was asked for, as one does that ran before."""
+    if (kept_bytes := store.stats()["tiers"]["host"]["budget_bytes"]) != asked_bytes:
+        _log.warning(
+            "the daemon that runs has host_budget %s, and keeps it: for the %s asked for, `paramstore stop %s`, then connect again",
+            format_size(kept_bytes), format_size(asked_bytes), store.address,
+        )  # fmt: skip
 
 
 def _dial(path: Path, options: ServeOptions | None) -> Dial:

@@ -47,6 +47,8 @@ class Namespace(Updates, Residency, Steps):
         self._lease_slots = opened.lease_slots
         self._view_step = opened.view_step
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        """Those that live; each keeps the set, so that it goes with the last one who could use the handle."""
+        self._dropped: weakref.finalize[..., weakref.WeakSet[Lease]] | None = None
 
     # --- what it is ---
 
@@ -237,6 +239,8 @@ class Namespace(Updates, Residency, Steps):
         if self._connection.is_failed:
             self._is_closed = True
             return
+        if self._dropped is not None:
+            self._dropped.detach()
         ticket = self._consume(messages.CloseNamespace(self._next_id(), self._handle), "close", answers.nothing)
         self._is_closed = True
         ticket.wait()
@@ -253,3 +257,21 @@ class Namespace(Updates, Residency, Steps):
         state = "closed" if self._is_closed else self.mode if self._view_step is None else f"{self.mode} at {self._view_step}"
         size = f"{len(self.layers)} x {self.experts} experts"
         return f"<Namespace {self.name!r}, {size}, committed {self._committed_step}, {state}, {self.lease_slots} lease slots>"
+
+
+def close_when_dropped(reader: Namespace) -> None:
+    """Has the handle closed once nobody has it any more, nor a lease of it: what it was promised is others' then."""
+    if reader._dropped is None:
+        reader._dropped = weakref.finalize(reader._leases, _close_dropped, reader._connection, reader._handle, reader.name)
+        reader._dropped.atexit = False
+
+
+def _close_dropped(connection: Connection, handle: int, name: str) -> None:
+    """Closes a handle. The collector calls it, on any thread at any place: it waits for nothing."""
+    request = messages.CloseNamespace(connection.next_id(), handle)
+    ticket = Ticket(
+        connection, request.id, what=f"close on {name!r}", convert=answers.nothing, timeout_s=connection.timeout_s,
+        on_settled=None, is_cancellable=False,
+    )  # fmt: skip
+    ticket.abandon()
+    connection.post(request, ticket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -68,10 +69,24 @@ def test_exit_codes_tell_what_went_wrong(
     (tmp_path / "empty").mkdir()
     assert paramstore("import", str(tmp_path / "empty"), "--namespace", "x", "--socket", daemon.address) == 1
     assert f"CheckpointError: {tmp_path / 'empty'} is no checkpoint of transformers" in capsys.readouterr().err
+    assert paramstore("import", str(path / "config.json"), "--namespace", "x", "--socket", daemon.address) == 1
+    assert "config.json' is a file: give the directory " in capsys.readouterr().err
     assert paramstore("import", str(path)) == 2
     words = ("--model", str(path), "--out", str(tmp_path / "out"), "--socket", daemon.address)
     assert paramstore("export", "unknown", *words) == 1
     assert "UnknownNamespace" in capsys.readouterr().err
+
+
+def test_half_a_checkpoint_makes_no_namespace(
+    daemon: DaemonProcess, tmp_path: Path, paramstore: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save_stock("mixtral", tmp_path / "hub")
+    file = path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    assert paramstore("import", str(path), "--namespace", "half", "--socket", daemon.address) == 1
+    assert f"CheckpointError: {file}: cut off" in capsys.readouterr().err
+    with ps.connect(daemon.address) as store:
+        assert "half" not in {known["name"] for known in store.namespaces()}
 
 
 def test_an_interrupt_says_how_to_go_on_and_the_same_command_does(daemon: DaemonProcess, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import torch
 import paramstore_client as ps
 from paramstore.wire import messages as m
 from paramstore.wire.codec import LENGTH, encode
+from paramstore_client.namespace import close_when_dropped
 from paramstore_testkit.wire.fake_daemon import STORE_UUID, FakeDaemon, FakeSession
 
 Gradient = Callable[[float], dict[str, torch.Tensor]]
@@ -335,6 +337,56 @@ def test_view_change_count_grows_even_when_the_answer_is_an_error(daemon: FakeDa
         with pytest.raises(ps.StepFailed):
             call()
         assert namespace.view_change_count > before
+
+
+def test_a_handle_that_nobody_has_is_closed_once_its_last_lease_has_gone(
+    daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
+) -> None:
+    namespace.commit(0).wait()
+    reader = store.open_namespace("moe")
+    close_when_dropped(reader)
+    handle = reader._handle
+    lease = reader.acquire(KEYS)
+    del reader
+    gc.collect()
+    assert (lease[KEYS[0]]["gate_up"] == 0).all()
+    assert namespace.steps() == [0]
+    assert not daemon.requests(m.CloseNamespace), "the lease is in use"
+    lease.release()
+    del lease
+    assert [request.handle for request in daemon.wait_for(m.CloseNamespace)] == [handle]
+    assert namespace.steps() == [0], "the answer ends nothing"
+
+
+@pytest.mark.slow
+def test_a_handle_stays_open_for_tensors_of_a_lease_that_was_dropped(
+    daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
+) -> None:
+    namespace.commit(0).wait()
+    reader = store.open_namespace("moe")
+    close_when_dropped(reader)
+    weight = reader.acquire(KEYS)[KEYS[1]]["gate_up"]
+    del reader
+    gc.collect()
+    assert namespace.steps() == [0]
+    assert not daemon.requests(m.CloseNamespace)
+    assert (weight == 17).all()
+
+
+def test_a_handle_that_was_closed_is_not_closed_again_when_it_is_dropped(
+    daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
+) -> None:
+    namespace.commit(0).wait()
+    for ends in (True, False):
+        reader = store.open_namespace("moe")
+        close_when_dropped(reader)
+        close_when_dropped(reader)
+        if ends:
+            reader.close()
+        del reader
+        gc.collect()
+    assert namespace.steps() == [0]
+    assert len(daemon.requests(m.CloseNamespace)) == 2
 
 
 def test_it_knows_its_store(namespace: ps.Namespace) -> None:

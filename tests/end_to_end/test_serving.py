@@ -4,6 +4,7 @@ tokens of the unmodified model."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -94,6 +95,15 @@ def lose_shard(path: Path) -> None:
     (path / weight_map(path)[EXPERT]).unlink()
 
 
+def cut_shard(path: Path) -> None:
+    file = path / weight_map(path)[EXPERT]
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def leave_pointer(path: Path) -> None:
+    (path / weight_map(path)[EXPERT]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
 def lose_expert(path: Path) -> None:
     index = path / "model.safetensors.index.json"
     described = json.loads(index.read_text())
@@ -119,12 +129,16 @@ def keep_the_dense_part(path: Path) -> None:
     ("spoil", "error", "said"),
     [
         (lose_shard, ps.CheckpointError, r"the checkpoint is not whole: No such file .*model-\d+-of-\d+.safetensors"),
+        (cut_shard, ps.CheckpointError, r"model-\d+-of-\d+.safetensors: cut off: tensor .*: fetch the file again"),
+        (leave_pointer, ps.CheckpointError, r"model-\d+-of-\d+.safetensors: no safetensors file"),
         (lose_expert, ps.CheckpointError, f"tensor '{EXPERT}' is missing"),
         (keep_the_dense_part, ps.CheckpointError, "no tensor of the checkpoint becomes 'model.layers.0.mlp.experts.gate_up_proj'"),
         (lambda path: configure(path, moe_intermediate_size=16), ps.CheckpointError, r"makes \[48, 32\] for an expert"),
         (lambda path: configure(path, vocab_size=VOCABULARY // 2), RuntimeError, "ignore_mismatched_sizes"),  # transformers' own
     ],
-    ids=["missing shard", "missing expert", "dense part alone", "shape of experts", "shape of dense weights"],
+    ids=[
+        "missing shard", "cut shard", "pointer", "missing expert", "dense part alone", "shape of experts", "shape of dense weights",
+    ],
 )  # fmt: skip
 def test_a_checkpoint_that_does_not_fit_is_refused_and_no_namespace_is_made(
     spoil: Callable[[Path], None], error: type[Exception], said: str, spoilt: Path, checkpoint: Path, stock: Any, store: ps.Store,

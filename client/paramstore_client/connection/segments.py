@@ -47,6 +47,8 @@ class Segments:
         self._telling = threading.Lock()
         self._watchers: dict[object, BeforeUnmap] = {}
         self._keepers: list[tuple[int, weakref.ref[LeaseKeeper]]] = []
+        self.viewed: dict[int, object] = {}
+        """What each lease that has made tensors keeps until its end, also where nobody has the lease any more."""
 
     def adopt_upload(self, segment: int, length_bytes: int, fd: int, *, noted: Noted) -> None:
         """Maps a new segment of this session's upload area, writable. fd stays open. noted: gets an item in the step that takes it
@@ -107,6 +109,7 @@ class Segments:
     def end_lease(self, lease: int) -> list[int]:
         """Ends a lease; returns the segments that can be acknowledged as unmapped now."""
         self._live.pop(lease, None)
+        self.viewed.pop(lease, None)
         return self.unmapped()
 
     def ask_back(self, segments: Sequence[int]) -> None:
@@ -162,6 +165,7 @@ class Segments:
     def clear(self) -> None:
         """Lets go of every mapping, as the connection is over. Tensors that were handed out keep theirs."""
         self._live.clear()
+        self.viewed.clear()
         self._given_up.update(list(self._leased))
         self.acknowledged(self.unmapped())
         for mapping in self._uploads.values():

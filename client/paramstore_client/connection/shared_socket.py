@@ -42,7 +42,7 @@ from paramstore.wire.messages import PROTOCOL_MAJOR, Message, Request, Unmapped
 from paramstore_client import this_process
 from paramstore_client.connection.inbox import WAY_ON, Inbox
 from paramstore_client.connection.open_tickets import OpenTickets
-from paramstore_client.connection.outbox import Gathered, Outbox
+from paramstore_client.connection.outbox import NOTHING, Gathered, Outbox
 from paramstore_client.connection.reader_role import ReaderRole, Token
 from paramstore_client.connection.segments import Segments
 from paramstore_client.connection.ticket import Ticket
@@ -133,13 +133,17 @@ class Connection:
             self._send_all(what)
         return ticket
 
-    def post(self, message: Message) -> None:
-        """Sends a one-way message, at the latest with the next frame that goes out. Never blocks, never raises.
+    def post(self, message: Message, ticket: Ticket[Any] | None = None) -> None:
+        """Sends a message that nobody waits for, at the latest with the next frame that goes out. Never blocks, never raises.
 
-        On a dead connection it is dropped, as the daemon ends that session by itself; in a forked child, as the parent has it.
+        ticket: takes the answer of a request. On a dead connection the message is dropped, as the daemon ends that session by
+        itself; in a forked child, as the parent has it.
         """
         if self._failure is None and this_process.pid == self._process_id:
-            self._outbox.add(encode(message))
+            note = NOTHING if ticket is None else partial(self._tickets.__setitem__, ticket.request_id, ticket)
+            self._outbox.add(encode(message), note)
+            if ticket is not None and self._failure is not None:  # meanwhile, on another thread: no answer comes
+                self._tickets.pop(ticket.request_id, None)
             if not self._outbox.is_gathering:
                 self._flush()
 

@@ -64,15 +64,16 @@ class Lease:
     """Slots granted for a list of keys. Owner of the tensors made over them. A context manager."""
 
     __slots__ = (
-        "__weakref__", "_connection", "_guard", "_handed_out", "_has_views", "_id", "_index", "_is_debug", "_is_given_back",
-        "_is_released", "_keys", "_slots", "namespace", "part",
+        "__weakref__", "_all_held", "_connection", "_guard", "_handed_out", "_has_views", "_id", "_index", "_is_debug",
+        "_is_given_back", "_is_released", "_keys", "_slots", "namespace", "part",
     )  # fmt: skip
 
     def __init__(
         self, connection: Connection, answer: object, *, namespace: str, part: Part, keys: Sequence[ExpertKey],
         all_held: WeakSet[Lease], is_debug: bool,
     ) -> None:  # fmt: skip
-        """answer: what the daemon said to an `acquire` of `keys`. all_held: gets the lease too. Raises ProtocolError."""
+        """answer: what the daemon said to an `acquire` of `keys`. all_held: the handle's leases; gets this one too, and lives as
+        long as it does, or its tensors. Raises ProtocolError."""
         self._is_given_back = True
         if not isinstance(answer, Granted) or len(answer.slots) != len(keys):
             raise ProtocolError(f"no lease of {len(keys)} keys came for an acquire of as many")
@@ -88,6 +89,7 @@ class Lease:
         self._guard: Guard | None = None
         self._handed_out: list[Tensor] = []
         self._is_released = False
+        self._all_held = all_held
         all_held.add(self)
         self._is_given_back = False  # last: what an interrupt leaves half made gives nothing back, as it will be made again
 
@@ -174,7 +176,9 @@ class Lease:
         return self._keep(view)
 
     def _keep(self, view: Tensor) -> Tensor:
-        self._has_views = True
+        if not self._has_views:
+            self._connection.segments.viewed[self._id] = self._all_held
+            self._has_views = True
         if self._is_debug:
             from paramstore_client import tensors
 

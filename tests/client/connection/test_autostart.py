@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import paramstore_client as ps
+from paramstore.wire import messages as m
 from paramstore_client.connection import autostart
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 from paramstore_testkit.wire.fake_daemon import FakeDaemon
@@ -153,6 +154,18 @@ def test_running_daemon_is_used_and_none_started(tmp_path: Path, serve_with: Com
     with ps.connect(daemon.path, autostart=ps.ServeOptions(dir=tmp_path / "data")) as store:  # type: ignore[attr-defined]
         assert store.namespaces() == []
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(("asked", "is_told"), [("16MiB", False), ("64MiB", True), (None, False)])
+def test_a_running_daemon_of_another_budget_is_told_of(
+    asked: str | None, is_told: bool, tmp_path: Path, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiers = {"host": {"budget_bytes": 16 << 20}}
+    daemon.script(m.Stats, lambda session, request: session.send(m.Done(request.id, {"tiers": tiers})))
+    ps.connect(daemon.path, autostart=ps.ServeOptions(dir=tmp_path / "data", host_budget=asked)).close()
+    told = f"has host_budget 16 MiB, and keeps it: for the 64 MiB asked for, `paramstore stop unix://{daemon.path}`, then connect"
+    assert (told in caplog.text) == is_told
+    assert len(daemon.requests(m.Stats)) == (asked is not None)
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/zz"])

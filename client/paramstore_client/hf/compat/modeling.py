@@ -107,6 +107,12 @@ def config_of(model_class: type[Any], config: Any) -> Any:
     return config.get_text_config() if text is not None and text == model_class.config_class else config
 
 
+def damaged_file() -> type[Exception]:
+    """What transformers passes on of a safetensors file that is cut off, or none."""
+    found: type[Exception] = importlib.import_module("safetensors").SafetensorError
+    return found
+
+
 def concrete_class(model_class: Any, config: Any) -> type[Any]:
     """The modeling class that an Auto class would build from `config`, or `model_class` itself. Raises UnsupportedModel."""
     mapping = getattr(model_class, "_model_mapping", None)

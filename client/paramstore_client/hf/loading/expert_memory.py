@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ POLICIES = {"auto": "schedule", "ring": "ring", "buffer": "lifo_inactive"}
 (`bench/bench_hits.py`). ring goes by the turns of the layers, as ring memory does (SE-MoE, arXiv 2205.10034, section 3.3.2). buffer
 gives up what this batch does not use, the last to come first ("Towards MoE Deployment", arXiv 2303.06182, section VI). Both papers
 give each layer slots of its own; here all layers share them."""
+
+OURS = "What this process has it gives back when a model is dropped (`del model`), or by ps.hf.namespace(model).close()"
+"""What a reader of its own that is in the way means to a program, as a notebook whose cell is run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,16 @@ class ExpertMemory:
 
     @contextmanager
     def named(self, slots: int | None) -> Iterator[None]:
-        """A block that asks for `slots` lease slots, and whose CapacityError names `expert_memory`, as the caller did, for them."""
+        """A block that asks for `slots` lease slots, and whose CapacityError names `expert_memory`, as the caller did, for them,
+        and says how a model of this process lets go of its own."""
         try:
             yield
         except CapacityError as error:
-            if self.given is None:
+            told = str(error)
+            if self.given is not None:
+                told = told.replace(f"min_lease_slots={slots},", f"expert_memory={self.given!r} takes {slots} slots,")
+            if f" pid {os.getpid()} " in told:
+                told = f"{told}. {OURS}"
+            if told == str(error):
                 raise
-            asked, taken = f"min_lease_slots={slots},", f"expert_memory={self.given!r} takes {slots} slots,"
-            raise CapacityError(str(error).replace(asked, taken)) from error
+            raise CapacityError(told) from error

@@ -77,7 +77,13 @@ def _checked(reader: Namespace, check: Check | None) -> Namespace:
 
 def _check_same(known: Mapping[str, Any], layout: ExpertLayout, schema: Schema) -> None:
     """Raises SchemaMismatch if the namespace that `Store.namespaces` told of is not of that layout and schema."""
-    found = _facts(Schema.from_description(known["schema"]), known["layers"], known["experts"])
+    held = Schema.from_description(known["schema"])
+    if schema.is_trainable and not held.is_trainable:
+        raise SchemaMismatch(
+            f"namespace {known['name']!r} was made to be served, without states of an optimizer: give mode='infer' to serve it, or "
+            "another name= to train"
+        )
+    found = _facts(held, known["layers"], known["experts"])
     for what, asked in _facts(schema, layout.layers, layout.experts).items():
         if found[what] != asked:
             raise SchemaMismatch(f"namespace {known['name']!r} has {what} {found[what]!r}, asked was {asked!r}: give another name=")

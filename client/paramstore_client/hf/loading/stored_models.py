@@ -27,6 +27,7 @@ from paramstore_client.client import Store
 from paramstore_client.device.host_slots import HostSlots, standing
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.device.visit_order import declare_order
+from paramstore_client.hf.checkpoint.shards import open_checkpoint
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.refusals import check_arguments, check_config
 from paramstore_client.hf.import_checkpoint import check_experts, check_imported, import_checkpoint
@@ -41,7 +42,7 @@ from paramstore_client.hf.model.early_loads import SpeculationFigures
 from paramstore_client.hf.model.kernels import choose_kernel
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.stripping import strip, stripped_class
-from paramstore_client.namespace import Namespace
+from paramstore_client.namespace import Namespace, close_when_dropped
 from paramstore_client.source import ExpertSource
 from paramstore_client.training import Experts
 from paramstore_client.training import bind as bind_training
@@ -136,6 +137,8 @@ class _Wanted:
         with memory.named(placement.slots):
             opened = open_experts(self.store, name, layout, schema, mode=self.mode, bounds=bounds, fill=fill, check=check)
         join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=self.speculation)
+        if not trains:
+            close_when_dropped(opened)
         return opened
 
 
@@ -355,6 +358,12 @@ def _load_dense(
         )
     except FileNotFoundError as error:  # a shard that the index names
         raise CheckpointError(f"{os.fspath(path)}: the checkpoint is not whole: {error}: fetch it again") from error
+    except modeling.damaged_file() as error:
+        try:
+            open_checkpoint(_Source(path, options, None, None).directory())  # looks at each file, and names it
+        except CheckpointError as named:
+            raise named from error
+        raise CheckpointError(f"{os.fspath(path)}: a file of the checkpoint is damaged: {error}: fetch it again") from error
     return loaded, requested, options
 
 

@@ -28,7 +28,7 @@ from paramstore_client.hf.model.device_supply import DeviceSupply, may_supply
 from paramstore_client.hf.model.dispatch import Dispatch, look_up
 from paramstore_client.hf.model.early_loads import EarlyLoads
 from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, make_kernel
-from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, WeightsOf
+from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, LayersUnderWay, WeightsOf
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.lease_window import Hint
 from paramstore_client.hf.model.stripping import Unpicklable
@@ -64,6 +64,7 @@ class ModelExperts:
         self.anchor = anchor
         self.schedule = ExpertSchedule()
         self.passes = BackwardPasses()
+        self.under_way = LayersUnderWay()
         self.buffers = CompactBuffers(source.schema.part("param").fields, is_poisoned=is_poisoned)
         self.early = EarlyLoads(source)
         self.speculates = speculates
@@ -133,7 +134,7 @@ class LayerExperts(Unpicklable):
     def run(self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
         """Runs the module's kernel on the tokens; returns [T, H]: transformers' contract of an experts function."""
         self.early.begin_layer(self.layer, len(hidden_TH))
-        y_TH = self._run(module, hidden_TH, ids_TK, gate_TK)
+        y_TH = self._model.under_way.compute(lambda: self._run(module, hidden_TH, ids_TK, gate_TK))
         self.early.end_layer()
         return y_TH
 

@@ -16,6 +16,9 @@ None of the objects here refers to the graph; the graph refers to them, through 
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
@@ -25,9 +28,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
-from paramstore.errors import ConfigError
+from paramstore.errors import ConfigError, LeaseError
 from paramstore_client.nn.weight_views import WeightView, find_view, in_dtype_of
 
+OTHERS_WAIT_S = 60.0
+"""Longest that a layer waits for slots which other threads' layers use."""
 Fields = Mapping[str, Tensor]
 WeightsOf = Callable[[Any], Fields]
 """(holder) -> fields. A holder names weights that are held together: the position of one expert, or None for all."""
@@ -85,6 +90,46 @@ class BackwardPasses:
         """Notes that `supply` holds nothing any more."""
         if self._holder is supply:
             self._holder = None
+
+
+class LayersUnderWay:
+    """Knows which layers of a model threads compute at the same time. One that finds all slots in use by others begins again when
+    one of them has ended. Takes no lock: in a forked child another thread's would be held for ever."""
+
+    def __init__(self) -> None:
+        self._layers: set[object] = set()
+        self._ends = itertools.count(1)
+        self._last_end = 0
+        self._waiting: list[threading.Event] = []
+
+    def compute(self, layer: Callable[[], Tensor]) -> Tensor:
+        """What `layer` gives. Without a graph it is called again where it raises LeaseError beside others, for OTHERS_WAIT_S."""
+        give_up_s = time.monotonic() + OTHERS_WAIT_S
+        while True:
+            before, this = self._last_end, object()
+            self._layers.add(this)
+            try:
+                return layer()
+            except LeaseError:
+                is_alone = len(self._layers) == 1 and self._last_end == before
+                if is_alone or torch.is_grad_enabled() or time.monotonic() >= give_up_s:
+                    raise
+            finally:
+                self._layers.discard(this)
+                self._last_end = next(self._ends)
+                for ended in tuple(self._waiting):
+                    ended.set()
+            self._await_end(give_up_s)
+
+    def _await_end(self, give_up_s: float) -> None:
+        """Returns when a layer that is under way has ended, or where there is none."""
+        ended = threading.Event()
+        self._waiting.append(ended)  # before the look: who ends after it, tells
+        try:
+            if self._layers:
+                ended.wait(max(0.0, give_up_s - time.monotonic()))
+        finally:
+            self._waiting.remove(ended)
 
 
 class LayerCall:

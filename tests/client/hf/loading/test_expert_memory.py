@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -61,3 +62,12 @@ def test_where_so_many_slots_are_not_left_the_error_names_what_the_caller_gave()
     for other, slots in ((memory, 14), (ExpertMemory.of(None, "auto", mode="infer"), 15)):
         with pytest.raises(CapacityError, match="min_lease_slots=15"), other.named(slots):
             raise CapacityError("'moe': min_lease_slots=15, but 2 are left")
+
+
+@pytest.mark.parametrize("given", ["64MiB", None])
+def test_where_this_process_has_the_slots_the_error_says_how_it_gives_them_back(given: str | None) -> None:
+    memory = ExpertMemory.of(given, "auto", mode="infer")
+    for pid, is_ours in ((os.getpid(), True), (1, False)):
+        with pytest.raises(CapacityError, match=f"the reader pid {pid} ") as told, memory.named(15):
+            raise CapacityError(f"'moe': the reader pid {pid} (python) was promised 9; close one")
+        assert ("namespace(model).close()" in str(told.value)) == is_ours

@@ -71,6 +71,13 @@ def test_inference_namespace_is_made_from_a_checkpoints_own_bytes(address: str) 
             assert torch.equal(lease[5, 3]["w"], torch.full((8, 8), 3.0))
 
 
+def test_who_forgets_that_a_namespace_is_served_is_told_the_mode(address: str) -> None:
+    with ps.connect(address) as store:
+        open_experts(store, "served", LAYOUT, LAYOUT.schema(None), mode="infer", fill=fill).close()
+        with pytest.raises(SchemaMismatch, match=r"'served' was made to be served.* mode='infer' .* another name= to train"):
+            open_experts(store, "served", LAYOUT, SCHEMA, mode="train", fill=refuse)
+
+
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_lease_slots_are_promised_as_asked_or_refused(address: str, mode: str, is_committed: bool) -> None:

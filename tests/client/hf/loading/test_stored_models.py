@@ -338,6 +338,24 @@ def test_as_many_models_fit_as_the_memory_that_they_name(address: str) -> None:
             new_model(store, "shared", mode="infer", min_lease_slots=1)
 
 
+def test_a_served_model_that_is_dropped_leaves_its_memory_to_the_next(store: ps.Store) -> None:
+    given: dict[str, Any] = {"mode": "infer", "expert_memory": 1000, "experts_implementation": "grouped_mm"}
+    model = new_model(store, "dropped", **given)
+    promised = ps.hf.namespace(model).lease_slots
+    with torch.no_grad():
+        expected = model(tokens()).logits
+    for _ in range(3):  # as a notebook does whose cell is run again
+        del model
+        model = new_model(store, "dropped", **given)
+        assert ps.hf.namespace(model).lease_slots == promised
+        with torch.no_grad():
+            assert torch.equal(model(tokens()).logits, expected)
+    kept = ps.hf.namespace(model)
+    del model
+    gc.collect()
+    assert kept.acquire(kept.keys()[:1]).is_released is False, "the program has the handle"
+
+
 def test_what_stands_gives_way_to_who_leases_through_the_handle_and_to_the_next_reader(address: str) -> None:
     with ps.connect(address) as store:
         model = new_model(store, "gives-way", mode="infer", expert_memory=1000, experts_implementation="grouped_mm")

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from paramstore.errors import ConfigError
+from paramstore.errors import ConfigError, LeaseError
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, WeightsOf
+from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, LayersUnderWay, WeightsOf
 from paramstore_client.hf.model.weight_sources import StreamedSupply
 
 KEYS = [(0, 1), (0, 2), (0, 4)]
@@ -90,3 +92,50 @@ def test_second_derivative_is_refused() -> None:
     layer, x = Layer(), x_of()
     with pytest.raises(ConfigError, match="create_graph"):
         torch.autograd.grad(layer(x).sum(), [x], create_graph=True)
+
+
+def test_a_layer_that_found_no_slot_begins_again_when_another_threads_has_ended() -> None:
+    under_way, has_begun, may_end, tries = LayersUnderWay(), threading.Event(), threading.Event(), list[int]()
+
+    def holding() -> Tensor:
+        has_begun.set()
+        assert may_end.wait(30)
+        return torch.ones(1)
+
+    def lacking() -> Tensor:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            may_end.set()
+            raise LeaseError("another holds them")
+        return torch.zeros(1)
+
+    other = threading.Thread(target=lambda: under_way.compute(holding))
+    other.start()
+    assert has_begun.wait(30)
+    with torch.no_grad():
+        assert under_way.compute(lacking) == 0
+    other.join(30)
+    assert len(tries) == 2
+
+
+def test_a_layer_that_lacks_slots_alone_or_under_a_graph_raises_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way, tries = LayersUnderWay(), list[int]()
+
+    def lacking() -> Tensor:
+        tries.append(len(tries))
+        raise LeaseError("nobody lets go of them")
+
+    def beside_another() -> Tensor:
+        with pytest.raises(LeaseError):
+            under_way.compute(lacking)
+        return torch.ones(1)
+
+    with torch.no_grad(), pytest.raises(LeaseError):
+        under_way.compute(lacking)
+    assert len(tries) == 1
+    under_way.compute(beside_another)  # under a graph
+    assert len(tries) == 2
+    monkeypatch.setattr("paramstore_client.hf.model.layer_call.OTHERS_WAIT_S", 0.0)
+    with torch.no_grad():
+        under_way.compute(beside_another)
+    assert len(tries) == 3
