@@ -1,7 +1,7 @@
 """Measures decoding and prefill of a Qwen3-MoE-shaped model through `ps.hf` with all, half, a quarter and a tenth of its experts in
 host memory, beside the same model with everything in memory and beside what its arithmetic and its lacking bytes cost.
 
-Run it on an idle machine: `python bench/bench_decode.py [--quick] [--llama] [--dir DIR] [--out FILE]`. The figures go to
+Run it on an idle machine: `python bench/bench_decode.py [--quick] [--llama] [--peers] [--dir DIR] [--out FILE]`. The figures go to
 bench/results/decode-<date>.json. Each round times ours and memory in alternating order on a prompt of its own, and reads as many
 raw records as a layer lacks; the logits of both are compared bit for bit. Prompts are computed with guesses of the next layer's
 router, tokens without (`bench_speculation.py` measures those). Where not all experts fit, the same is measured with
@@ -102,19 +102,23 @@ def main() -> int:
     """Runs the bench."""
     parser = SCRIPT.parser()
     parser.add_argument("--llama", action="store_true", help="llama.cpp beside it: needs the packages llama_cpp_python and gguf")
+    parser.add_argument("--peers", action="store_true", help="decoding beside accelerate (and llama.cpp) alone")
     arguments = parser.parse_args()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers left it so
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     left_out = {"llama.cpp": reason} if arguments.llama and (reason := missing_reason()) else {}
-    script = replace(SCRIPT, words="--llama") if arguments.llama else SCRIPT
-    measure_rows = partial(measure, is_quick=arguments.quick, with_llama=arguments.llama and not left_out)
+    words = [word for word, is_given in (("--llama", arguments.llama), ("--peers", arguments.peers)) if is_given]
+    script = replace(SCRIPT, words=" ".join(words))
+    peers = (measure_accelerate, measure_llama) if arguments.llama and not left_out else (measure_accelerate,)
+    measure_rows = partial(measure, is_quick=arguments.quick, peers=peers, has_peers_alone=arguments.peers)
     return script.run(arguments, measure_rows, left_out=left_out)
 
 
-def measure(bench: Bench, *, is_quick: bool, with_llama: bool) -> list[Row]:
-    """Measures every share."""
+def measure(bench: Bench, *, is_quick: bool, peers: Sequence[MeasurePeer], has_peers_alone: bool) -> list[Row]:
+    """Measures every share, or those that peers are measured at."""
     shape, rounds = (QUICK, QUICK_ROUNDS) if is_quick else (Shape(), ROUNDS)
-    peers = (measure_accelerate, measure_llama) if with_llama else (measure_accelerate,)
+    if has_peers_alone:
+        return [row for share in TARGETS for row in measure_share(bench, shape, share, peers, rounds=0)]
     return [row for share in SHARES for row in measure_share(bench, shape, share, peers, rounds=rounds)]
 
 
@@ -131,7 +135,8 @@ def checkpoint_of(bench: Bench, shape: Shape) -> Path:
 
 
 def measure_share(bench: Bench, shape: Shape, share: float, peers: Sequence[MeasurePeer], *, rounds: int) -> list[Row]:
-    """Measures every work with this share of the experts standing, with each number of threads, by use and as a ring."""
+    """Measures every work with this share of the experts standing, with each number of threads, by use and as a ring. rounds: of
+    each; 0 for peers alone, by use."""
     checkpoint, slots = checkpoint_of(bench, shape), round(share * shape.keys)
     image_bytes = ps.param_schema(
         {"gate_up": ((2 * shape.inner, shape.hidden), "bfloat16"), "down": ((shape.hidden, shape.inner), "bfloat16")}
@@ -144,7 +149,7 @@ def measure_share(bench: Bench, shape: Shape, share: float, peers: Sequence[Meas
         serving(bench.directory / "store", host_budget_bytes=budget_bytes) as service,
         bench.raw_file(bench.directory, param_kind(), record_bytes=image_bytes, record_count=RAW_RECORDS) as raw,
     ):
-        for residency in (AUTO,) if share == max(SHARES) else (AUTO, RING):
+        for residency in (AUTO,) if share == max(SHARES) or not rounds else (AUTO, RING):
             bench.tell(f"{share:.0%}, {residency}: loading")
             ours = ps.hf.from_pretrained(
                 AutoModelForCausalLM, checkpoint, store=service.store, mode="infer", name="experts", expert_memory=slots,
@@ -155,7 +160,7 @@ def measure_share(bench: Bench, shape: Shape, share: float, peers: Sequence[Meas
                 models = Models(ours, memory, service, raw)
                 for threads in THREADS:
                     torch.set_num_threads(threads)
-                    cells = [Cell(work, share, threads, residency) for work in works_of(share, residency)]
+                    cells = [Cell(work, share, threads, residency) for work in works_of(share, residency) if rounds]
                     rows += [row for cell in cells for row in measure_cell(bench, models, cell, rounds=rounds)]
                     if (share, residency) == (HIDDEN_SHARE, RING):
                         rows += measure_hidden(bench, models, threads, rounds=rounds)
