@@ -79,7 +79,7 @@ class ViewPlanner:
             namespace, is_writer=is_writer, world_size=group.world_size, least=min_lease_slots, most=max_lease_slots
         )
         if not is_writer:
-            view = View(namespace, is_writer=False, step=step, lease_slots=slots)
+            view = View(namespace, is_writer=False, step=step, lease_slots=slots, most_slots=max_lease_slots)
             namespace.views.append(view)
             return view
         if namespace.writing.group is not None:
