@@ -41,6 +41,7 @@ from paramstore_bench.guesses.byte_model import Recipe, Shape, open_byte_model, 
 from paramstore_bench.guesses.slow_volume import reading_at
 from paramstore_bench.guesses.speculating import Cell, Decoded, limited, rows_of, waits_of
 from paramstore_client.device.host_slots import HostSlots
+from paramstore_client.hf.compat import caches
 from paramstore_client.hf.model.binding import ATTRIBUTE, layer_of
 
 SHARES, BATCHES, THREADS = (0.5, 0.25, 0.1), (1, 4), (1, 2)
@@ -241,13 +242,13 @@ def texts_of(corpus: Corpus, *, length: int, count: int) -> Tensor:
 def decode(model: Any, text: Tensor, new: int, *, begin: Callable[[], None] = lambda: None) -> tuple[float, Tensor]:
     """Seconds that `new` bytes of the texts take after their prompt, each next byte being the text's own, and the logits. begin:
     called after the prompt."""
-    cache = DynamicCache(config=model.config)
-    model(input_ids=text[:, :PROMPT], past_key_values=cache, use_cache=True)
+    given = {caches.name_in(model.forward): DynamicCache(config=model.config), "use_cache": True}
+    model(input_ids=text[:, :PROMPT], **given)
     logits: list[Tensor] = []
     begin()
     started_s = time.perf_counter()
     for at in range(PROMPT, PROMPT + new):
-        out = model(input_ids=text[:, at : at + 1], past_key_values=cache, use_cache=True)
+        out = model(input_ids=text[:, at : at + 1], **given)
         logits.append(out.logits[:, -1])
     return time.perf_counter() - started_s, torch.stack(logits)
 

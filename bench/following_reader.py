@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import paramstore as ps
 from paramstore.bench.service.daemon import STARTUP_S
+from paramstore_client.hf.compat import caches
 
 PROMPT, CONTEXT = 16, 128
 """Tokens of a prompt, and those of an answer with it: then the next prompt begins."""
@@ -65,9 +65,8 @@ def serve(model: Any, block: Any) -> None:
 def tokens_of(model: Any) -> Iterator[Tensor]:
     """Decodes without end: prompts of random tokens, the same ones at each start, and their answers."""
     numbers = torch.Generator().manual_seed(0)
-    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # before transformers 5.24
     while True:
-        given = {name: DynamicCache(config=model.config), "use_cache": True}
+        given = {caches.name_in(model.forward): DynamicCache(config=model.config), "use_cache": True}
         tokens = torch.randint(model.config.vocab_size, (1, PROMPT), generator=numbers)
         for _ in range(CONTEXT - PROMPT):
             tokens = model(input_ids=tokens, **given).logits[:, -1:].argmax(-1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import paramstore as ps
-from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.compat import caches, modeling
 from paramstore_client.hf.model.binding import layer_of
 from paramstore_client.hf.model.layout import experts_modules, find_layout
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
@@ -327,7 +327,7 @@ def test_a_prompt_or_answer_longer_than_the_cache_is_transformers_error_and_the_
     for model in (stock, served):
         cache = modeling.transformers().StaticCache(config=model.config, max_cache_len=room)
         with pytest.raises(IndexError) as error:
-            model.generate(prompt, cache=cache, **GREEDY)
+            model.generate(prompt, **{caches.name_in(model.forward): cache}, **GREEDY)
         said.append(str(error.value))
         with pytest.raises(ValueError, match="`max_length` is set to 8"):
             model.generate(prompt, max_length=8, do_sample=False, pad_token_id=0)

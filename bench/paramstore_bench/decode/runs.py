@@ -21,6 +21,7 @@ from paramstore.bench.service.daemon import Service
 from paramstore.errors import WaitTimeout
 from paramstore_bench.decode.rows import Answer, Cell, PairedAnswer, Used, Work, check_logits
 from paramstore_client.device.host_slots import HostSlots
+from paramstore_client.hf.compat import caches
 from paramstore_client.hf.model.binding import ATTRIBUTE, layer_of
 
 VOCABULARY = 8192
@@ -125,11 +126,11 @@ def run(
 ) -> tuple[float, Tensor]:
     """Times one work; gives its seconds, and the logits of the last position of each forward. In decoding the prompt goes first,
     untimed, and tokens are chosen greedily. begin: called before the clock starts; between: before each forward, untimed."""
-    cache = DynamicCache(config=model.config)
+    given = {caches.name_in(model.forward): DynamicCache(config=model.config), "use_cache": True, "logits_to_keep": 1}
     logits: list[Tensor] = []
     tokens = prompt
     if work.new:
-        tokens = model(input_ids=prompt, cache=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+        tokens = model(input_ids=prompt, **given).logits.argmax(-1)
     begin()
     seconds, started_s = 0.0, time.perf_counter()
     for _ in range(max(1, work.new)):
@@ -137,7 +138,7 @@ def run(
             seconds += time.perf_counter() - started_s
             between()
             started_s = time.perf_counter()
-        out = model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1)
+        out = model(input_ids=tokens, **given)
         logits.append(out.logits[:, -1])
         tokens = logits[-1].argmax(-1, keepdim=True)
     seconds += time.perf_counter() - started_s

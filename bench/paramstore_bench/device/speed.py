@@ -25,6 +25,7 @@ from paramstore_bench.decode.rows import SHARES, Work
 from paramstore_bench.device.place import Place
 from paramstore_bench.device.plan import MIB, Plan
 from paramstore_client.device.tier import DeviceTier
+from paramstore_client.hf.compat import caches
 from paramstore_client.hf.loading.expert_memory import POLICIES
 from paramstore_client.hf.model.binding import ATTRIBUTE, ModelExperts, bind, layer_of
 
@@ -116,15 +117,15 @@ def _row(place: Place, plan: Plan, work: Work, ours: Any, memory: Any, tier: Dev
 def run(place: Place, model: Any, work: Work, prompt: Tensor) -> tuple[float, Tensor]:
     """(seconds, logits of the last position of each forward). In decoding the prompt goes first, untimed; tokens are the likeliest.
     """
-    cache = DynamicCache(config=model.config)
+    given = {caches.name_in(model.forward): DynamicCache(config=model.config), "use_cache": True}
     logits: list[Tensor] = []
     tokens = prompt
     if work.new:
-        tokens = model(input_ids=prompt, cache=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        tokens = model(input_ids=prompt, **given).logits[:, -1:].argmax(-1)
     place.finish()
     started_s = time.perf_counter()
     for _ in range(max(1, work.new)):
-        logits.append(model(input_ids=tokens, cache=cache, use_cache=True).logits[:, -1])
+        logits.append(model(input_ids=tokens, **given).logits[:, -1])
         tokens = logits[-1].argmax(-1, keepdim=True)
     place.finish()
     return time.perf_counter() - started_s, torch.cat(logits)

@@ -53,7 +53,8 @@ class ExpertBuffer:
         if self._slots.lease_slots < slots:
             raise CapacityError(
                 f"slots={slots}: {self._slots.lease_slots} experts may stand of lease_slots={namespace.lease_slots} that the "
-                "namespace was promised; open it with a greater min_lease_slots, or give fewer slots"
+                "namespace was promised; open it with a greater min_lease_slots, and max_lease_slots where that was given"
+                + (", or give fewer slots" if namespace.lease_slots else "")
             )
 
     @property

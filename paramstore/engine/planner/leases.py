@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Copy
 from paramstore.engine.planner.param_copies import CopyPlanner
-from paramstore.engine.planner.promises import holders
+from paramstore.engine.planner.promises import either, holders, ways_to_more
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.tables.copies import ParamCopy, WorkingCopy
@@ -70,16 +70,17 @@ class LeasePlanner:
             raise LeaseError(
                 f"{new_count} more keys of {name!r}: this handle has or waits for {held_count} of {cap} slots; release some first"
             )
-        arena = namespace.memory.param
-        way_out = "ask in parts" if cap else "close another and open again"
-        if not view.is_writer:
-            way_out += ", open with min_lease_slots, or raise reader_slots"
-        # An arena never gets more slots than two for each key, so a larger budget would not help beyond that.
-        if arena.planned_slots < 2 * len(namespace.keys):
-            way_out += ", or raise host_budget (host_bytes, where it was opened with them)"
+        ways, no_more = ["ask in parts"] if cap else [], ""
+        if view.most_slots is not None and view.lease_slots >= view.most_slots:
+            no_more = f", and asked for no more (max_lease_slots={view.most_slots})"
+            ways += ["open with a greater max_lease_slots (expert_memory, of a model that is served)"]
+        else:
+            ways = ways or ["close another and open again"]
+            ways += [] if view.is_writer else ["open with min_lease_slots"]
+            ways += ways_to_more(namespace, is_writer=view.is_writer)
         raise CapacityError(
             f"{key_count} keys of {name!r} in one lease; this handle was promised {view.lease_slots} slots when it opened "
-            f"(lease_slots). Of the {arena.planned_slots} there are {holders(namespace)}: {way_out}"
+            f"(lease_slots){no_more}. Of the {namespace.memory.param.planned_slots} there are {holders(namespace)}: {either(ways)}"
         )
 
     def _unleased_keys(self, request: LeaseRequest) -> set[ExpertKey]:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paramstore.engine.tables.namespace import NamespaceState, View, WriterGroup
@@ -77,9 +77,10 @@ def promise(namespace: NamespaceState, opening: Opening, *, reader_slots: int | 
         held = held_by(gone) + sum(view.lease_slots for view in others if view not in gone)
         left = max(0, left - max(0, held - others_share))
     if least > left // world_size:
+        ways = ["close one", *(["ask for less"] if left >= world_size else []), *ways_to_more(namespace, is_writer=is_writer)]
         raise CapacityError(
             f"namespace {namespace.name!r}: min_lease_slots={least}, but {left // world_size} of its {slots} slots are left for a "
-            f"{'writer' if is_writer else 'reader'}: {holders(namespace)}; close one, ask for less, or raise host_budget"
+            f"{'writer' if is_writer else 'reader'}: {holders(namespace)}; {either(ways)}"
         )
     offered = left if is_writer and is_trainable else max(left // 2, min(left, 1))
     offered //= world_size
@@ -98,6 +99,20 @@ def holders(namespace: NamespaceState) -> str:
     if others := views[HOLDERS_NAMED:]:
         named.append(f"{len(others)} others keep {sum(map(_kept_slots, others))}")
     return ", ".join(named) or "nobody keeps any"
+
+
+def ways_to_more(namespace: NamespaceState, *, is_writer: bool) -> list[str]:
+    """Settings that leave more slots to who opens, for a message."""
+    ways = ["raise reader_slots"] if namespace.is_trainable() and not is_writer else []  # else there is one share, or no setting
+    # An arena never gets more slots than two for each key, so a larger budget would not help beyond that.
+    if namespace.memory.param.planned_slots < 2 * len(namespace.keys):
+        ways += ["raise host_budget (host_bytes, where it was opened with them)"]
+    return ways
+
+
+def either(ways: Sequence[str]) -> str:
+    """Text for a message: one of these ways out."""
+    return ", ".join([*ways[:-1], f"or {ways[-1]}"]) if len(ways) > 1 else ways[0]
 
 
 def _kept_slots(view: View) -> int:

@@ -66,7 +66,7 @@ class ViewPlanner:
         """
         slots, group = self.promise(namespace, opening), opening.group
         if group is None:
-            view = View(namespace, is_writer=False, step=step, lease_slots=slots)
+            view = View(namespace, is_writer=False, step=step, lease_slots=slots, most_slots=opening.most)
             namespace.views.append(view)
             return view
         if namespace.writing.group is not None:

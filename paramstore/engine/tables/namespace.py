@@ -124,22 +124,20 @@ class View:
     """A session's view of a namespace through one handle: the working state (a writer), or a step. Counts its leases."""
 
     def __init__(
-        self, namespace: NamespaceState, *, is_writer: bool, step: int | None, lease_slots: int, group: WriterGroup | None = None,
-        rank: int = 0,
+        self, namespace: NamespaceState, *, is_writer: bool, step: int | None, lease_slots: int, most_slots: int | None = None,
+        group: WriterGroup | None = None, rank: int = 0,
     ) -> None:  # fmt: skip
         self.namespace = namespace
         self.is_writer = is_writer
         self.step = step
-        self.lease_slots = lease_slots
-        """Slots that it may have leased at once, as it was promised when it opened."""
+        self.lease_slots, self.most_slots = lease_slots, most_slots
+        """Slots that it may have leased at once, as it was promised when it opened; the most that it wished for, if it said so."""
         self.loan = Loan()
         self.epoch = namespace.epoch
         """Epoch in which it came to stand on its step."""
         self.group = group
         """The group that a writer belongs to; None for a reader."""
         self.rank = rank
-        self.is_ranked = group is not None and group.world_size > 1
-        """Whether it is one of several ranks that write together."""
         self.is_fenced = False
         self.is_closed = False
         self.is_dropped = False
@@ -158,6 +156,11 @@ class View:
         """Granted and waiting leases, by the client's id."""
         self.awaited: list[StepRequest] = []
         """Requests of its client for a newer step that are not answered."""
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether it is one of several ranks that write together."""
+        return self.group is not None and self.group.world_size > 1
 
     def locate(self, key: ExpertKey) -> tuple[Identity | None, Located | None]:
         """The identity this view sees of `key`, and its extent if the identity is a committed one."""

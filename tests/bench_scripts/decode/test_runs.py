@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import paramstore as ps
 from paramstore.bench.context import Bench
@@ -66,3 +67,23 @@ def test_tokens_are_timed_behind_their_prompt_and_something_may_be_done_before_e
     assert (calls, logits.shape) == (["begin", *["between"] * 3], (3, VOCABULARY))
     assert seconds > 0
     assert models.run_ours(work, prompt_of(work, 0)).logits.equal(logits)
+
+
+class OlderModel(torch.nn.Module):
+    """Takes its cache as models did before transformers 5.24, and notes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.caches = CONFIG, list[object]()
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: object, use_cache: bool, logits_to_keep: int) -> SimpleNamespace:
+        self.caches.append(past_key_values)
+        return SimpleNamespace(logits=torch.zeros(1, logits_to_keep, VOCABULARY))
+
+
+def test_every_forward_is_given_the_same_cache_by_the_name_that_it_knows() -> None:
+    model, work = OlderModel(), Work(8, new=3)
+    run(model, work, prompt_of(work, 0))
+    assert len(model.caches) == 4
+    assert len({*map(id, model.caches)}) == 1
+    assert isinstance(model.caches[0], DynamicCache)

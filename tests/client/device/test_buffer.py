@@ -76,7 +76,9 @@ def test_slots_that_cannot_be_are_refused() -> None:
         ExpertBuffer(ns, 2, policy="best")
     with pytest.raises(ConfigError, match="namespace="):
         ExpertBuffer(object(), 2)  # type: ignore[arg-type]
-    with pytest.raises(CapacityError, match="slots=4: 3 experts may stand of lease_slots=4"):
+    with pytest.raises(CapacityError, match=r"lease_slots=0 .* and max_lease_slots where that was given$"):
+        ExpertBuffer(MemoryNamespace.of_swiglu(lease_slots=0), slots=4)
+    with pytest.raises(CapacityError, match=r"slots=4: 3 experts may stand of lease_slots=4 .* or give fewer slots$"):
         ExpertBuffer(ns, 4)
 
 

@@ -15,7 +15,7 @@ import paramstore as ps
 from paramstore.errors import ConfigError, StepDropped
 from paramstore_client.device.copier import HostCopier
 from paramstore_client.device.tier import DeviceTier
-from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.compat import caches, modeling
 from paramstore_client.hf.loading import newest_step
 from paramstore_client.hf.loading.newest_step import TRIES_MAX
 from paramstore_client.hf.loading.placement import Placement
@@ -289,19 +289,19 @@ def test_generate_moves_between_two_tokens_and_only_there(job: Job) -> None:
 def test_a_token_whose_step_is_dropped_within_it_is_computed_again_at_the_newest(job: Job) -> None:
     job.commit()
     served = job.serve(expert_memory=2)
-    prompt, cache_class = tokens()[:1], modeling.transformers().DynamicCache
+    prompt, cache_class, name = tokens()[:1], modeling.transformers().DynamicCache, caches.name_in(served.forward)
     with torch.no_grad(), ps.hf.following(served) as progress:
         cache = cache_class(config=served.config)
-        token = served(input_ids=prompt, cache=cache).logits[:, -1:].argmax(-1)
+        token = served(input_ids=prompt, **{name: cache}).logits[:, -1:].argmax(-1)
         for number in range(3):
             before = copy.deepcopy(cache)
             within(served, lambda: job.commit(4))
-            logits = served(input_ids=token, cache=cache).logits
+            logits = served(input_ids=token, **{name: cache}).logits
             assert progress.repeat_count == number + 1
             assert (ps.hf.namespace(served).view_step, job.step) == (5 + 4 * number, 5 + 4 * number)
             fresh = job.serve(expert_memory=2)
             ps.hf.follow(fresh)
-            assert torch.equal(logits, fresh(input_ids=token, cache=before).logits)
+            assert torch.equal(logits, fresh(input_ids=token, **{name: before}).logits)
             assert equal_caches(cache, before)
             ps.hf.namespace(fresh).close()
             token = logits[:, -1:].argmax(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed, UnknownKey, WriterFenced
 from paramstore_testkit.stores.small_planner import A, B, C, D, SmallPlanner
 from paramstore_testkit.stores.small_planner import lease_desk as desk
@@ -176,6 +177,32 @@ def test_a_view_that_was_promised_nothing_leases_nothing_and_may_prefetch() -> N
     with pytest.raises(CapacityError, match=r"promised 0 slots .* a writer was promised 4: close another and open again, open"):
         small.lease(view, A)
     assert small.prefetch(view, A).pending, "slots that nobody leases may be used"
+
+
+@pytest.mark.parametrize(("most", "ways"), [(0, "open"), (2, "ask in parts, or open")])
+def test_who_asked_for_no_more_is_told_to_ask_for_more_and_nothing_that_cannot_help(most: int, ways: str) -> None:
+    small = desk(param_slots=16)
+    view = small.planner.views.open(small.namespace, is_writer=False, step=0, max_lease_slots=most)
+    said = (
+        rf"3 keys .* promised {most} slots .*\(lease_slots\), and asked for no more \(max_lease_slots={most}\)\. Of .*: "
+        rf"{ways} with a greater max_lease_slots \(expert_memory, of a model that is served\)$"
+    )
+    with pytest.raises(CapacityError, match=said):
+        small.lease(view, A, B, C)
+
+
+def test_who_got_less_than_it_asked_for_at_most_is_told_what_helps() -> None:
+    small = desk(param_slots=8)
+    view = small.planner.views.open(small.namespace, is_writer=False, step=0, max_lease_slots=2)
+    with pytest.raises(CapacityError, match=r"promised 1 slots .*\(lease_slots\)\. Of .*: ask in parts, open with min_lease_slots"):
+        small.lease(view, A, B, C)
+
+
+def test_readers_of_an_inference_namespace_are_told_of_no_setting_that_it_has_not() -> None:
+    small = SmallPlanner(experts=4, param_slots=6, schema=Schema.param({"w": ((3, 5), "bfloat16")}))
+    view = small.reader(slots=1)
+    with pytest.raises(CapacityError, match=r": ask in parts, open with min_lease_slots, or raise host_budget \(host_bytes"):
+        small.lease(view, A, B)
 
 
 def test_a_key_that_is_asked_for_twice_takes_one_slot() -> None:

@@ -119,6 +119,19 @@ def test_readers_who_name_what_they_want_leave_the_rest_to_each_other() -> None:
         open_view(small, "read", least=1)
 
 
+def test_the_refusal_names_no_way_that_cannot_help() -> None:
+    small = desk(param_slots=16)
+    open_view(small, "read", least=4)
+    with pytest.raises(CapacityError, match=r"0 of its 16 .* promised 4; close one, raise reader_slots, or raise host_budget"):
+        open_view(small, "read", least=1)
+    with pytest.raises(CapacityError, match=r"11 of its 16 .* promised 4; close one, ask for less, or raise host_budget"):
+        open_view(small, "write", least=12)
+    opaque = opaque_desk()
+    open_view(opaque, "read", least=14)
+    with pytest.raises(CapacityError, match=r"1 of its 16 .* promised 14; close one, ask for less, or raise host_budget"):
+        open_view(opaque, "read", least=2)
+
+
 def test_more_than_is_left_is_refused_with_who_has_it_and_nothing_changes() -> None:
     small = desk()
     reader, writer = open_view(small, "read", least=6), open_view(small, "write")

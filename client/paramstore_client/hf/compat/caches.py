@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,11 @@ NAMES = ("cache", "past_key_values")
 KNOWN = ("transformers.cache_utils", "transformers.generation.continuous_batching.cache")
 """Modules whose caches and layers are known to hold nothing that `crop` leaves behind. Those of single models may: MiniMax's has a
 recurrent state beside its layers, layers of DeepSeek-V4 compress what they are given."""
+
+
+def name_in(forward: Callable[..., Any]) -> str:
+    """The name under which a model's forward takes its cache."""
+    return next(name for name in NAMES if name in signature(forward).parameters)
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paramstore.core.schema import Schema
-from paramstore.errors import SchemaMismatch
+from paramstore.errors import CapacityError, SchemaMismatch
 from paramstore_client.client import Store
 from paramstore_client.hf.model.layout import ExpertLayout
 from paramstore_client.namespace import Namespace
@@ -38,10 +38,10 @@ def open_experts(
     """Opens the namespace `name` as its writer (mode "train") or a reader of its newest step ("infer").
 
     One that has no commit yet is filled and committed as step 0 first; its schema is `schema`. Raises SchemaMismatch where one
-    that is to be trained has another schema, layers or experts, and what opening and filling raise; then no handle is left open.
-    bounds: of the lease slots; a writer's the least alone.
+    that is to be trained has another schema, layers or experts, CapacityError where no lease slot is left to one that is to be
+    served, and what opening and filling raise; then no handle is left open. bounds: of the lease slots; a writer's the least alone.
     """
-    least, most = bounds
+    least, _ = bounds
     ranks = _ranks()
     committed = {known["name"]: known for known in store.namespaces() if known["committed_step"] is not None}
     if name not in committed:
@@ -50,7 +50,7 @@ def open_experts(
             return made
         made.close()
     if mode == "infer":
-        return _checked(store.open_namespace(name, min_lease_slots=least, max_lease_slots=most), check)
+        return _checked(_open_reader(store, name, bounds), check)
     if name in committed:
         _check_same(committed[name], layout, schema)
     if check is not None:
@@ -61,6 +61,19 @@ def open_experts(
 def is_committed(store: Store, name: str) -> bool:
     """Whether there is a namespace of that name with a committed step."""
     return any(known["name"] == name and known["committed_step"] is not None for known in store.namespaces())
+
+
+def _open_reader(store: Store, name: str, bounds: LeaseBounds) -> Namespace:
+    """A reader's handle that was promised a lease slot at least. Raises CapacityError where none is left, naming who has them."""
+    least, most = bounds
+    reader = store.open_namespace(name, min_lease_slots=least, max_lease_slots=most)
+    if reader.lease_slots:
+        return reader
+    reader.close()
+    try:
+        return store.open_namespace(name, min_lease_slots=1, max_lease_slots=most)
+    except CapacityError as error:
+        raise CapacityError(f"a model that is served needs a lease slot: {error}") from error
 
 
 def _checked(reader: Namespace, check: Check | None) -> Namespace:

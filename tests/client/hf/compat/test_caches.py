@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -44,12 +45,11 @@ def abandon(model: nn.Module, ids: Tensor, cache: Any) -> None:
     hook = last.register_forward_pre_hook(cut_off)
     try:
         with pytest.raises(Abandoned):
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, **{caches.name_in(model.forward): cache}, use_cache=True)
     finally:
         hook.remove()
 
 
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 @pytest.mark.parametrize("family", served())
 def test_an_abandoned_token_is_taken_back_to_the_bit_or_the_reason_is_said(family: str) -> None:
     torch.manual_seed(0)
@@ -69,8 +69,17 @@ def test_an_abandoned_token_is_taken_back_to_the_bit_or_the_reason_is_said(famil
         if reason is not None:
             assert NOT_CROPPED.get(family, " ") in reason
             return
-        expected = model(input_ids=token, past_key_values=untouched, use_cache=True).logits
-        assert torch.equal(model(input_ids=token, past_key_values=cache, use_cache=True).logits, expected)
+        expected = model(input_ids=token, **{caches.name_in(model.forward): untouched}, use_cache=True).logits
+        assert torch.equal(model(input_ids=token, **{caches.name_in(model.forward): cache}, use_cache=True).logits, expected)
+
+
+def test_a_cache_has_the_name_that_a_forward_knows_or_the_newer_one() -> None:
+    def forward(self: object, input_ids: Tensor, past_key_values: object = None) -> None: ...
+
+    def newer(self: object, input_ids: Tensor, past_key_values: object = None, cache: object = None) -> None: ...
+
+    assert caches.name_in(forward) == "past_key_values"
+    assert caches.name_in(wraps(newer)(lambda *arguments, **given: None)) == "cache"
 
 
 def test_lists_name_no_family_that_is_gone() -> None:

@@ -94,6 +94,20 @@ def test_lease_slots_are_promised_as_asked_or_refused(address: str, mode: str, i
         assert open_experts(store, name, LAYOUT, schema, mode=mode, bounds=bounds, fill=refuse).lease_slots == more
 
 
+def test_a_model_to_which_no_lease_slot_is_left_is_refused_when_it_opens(address: str) -> None:
+    schema, readers = LAYOUT.schema(None), list[ps.Namespace]()
+    with ps.connect(address) as store:
+        open_experts(store, "crowded", LAYOUT, schema, mode="infer", fill=fill).close()
+        while (reader := store.open_namespace("crowded")).lease_slots:
+            readers.append(reader)
+        with pytest.raises(ps.CapacityError, match=r"served needs a lease slot: .* 0 of its \d+ slots are left .* was promised 4"):
+            open_experts(store, "crowded", LAYOUT, schema, mode="infer", fill=refuse)
+        readers.pop().close()
+        opened = open_experts(store, "crowded", LAYOUT, schema, mode="infer", fill=refuse)
+        with opened.acquire([(5, 3)]) as lease:
+            assert torch.equal(lease[5, 3]["w"], torch.full((8, 8), 3.0))
+
+
 @pytest.mark.parametrize("wrong", ["updates", "layers"])
 def test_refused_writer_does_not_fence_the_one_at_work(address: str, wrong: str) -> None:
     layout = ExpertLayout({0: "layers.0.experts"}, 4, LAYOUT.tensors) if wrong == "layers" else LAYOUT

@@ -14,7 +14,7 @@ from paramstore.errors import CapacityError, ConfigError, UnsupportedModel
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.slots import DeviceSlots
 from paramstore_client.device.tier import DeviceTier
-from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.compat import caches, modeling
 from paramstore_client.hf.loading import placement
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
 from paramstore_client.hf.loading.placement import (
@@ -58,7 +58,7 @@ def test_cache_is_as_large_as_transformers_makes_it(family: str, length: int) ->
     grown = modeling.transformers().DynamicCache(config=config)
     with torch.no_grad():
         for cache in (static, grown):
-            model(tokens(batch=3, length=length), cache=cache)
+            model(tokens(batch=3, length=length), **{caches.name_in(model.forward): cache})
     expected = cache_bytes(config, (3, length), itemsize=4)
     assert held_bytes(static) == expected
     one_token = cache_bytes(config, (3, 1), itemsize=4)
