@@ -25,9 +25,7 @@ from rich.console import Console
 
 from paramstore.bench.report import machine, table
 from paramstore.bench.report.rows import Report, Row
-from paramstore.cli.exits import exit_code
 from paramstore.cli.signals import end_as_interrupt
-from paramstore.errors import ConfigError, ParamStoreError
 from paramstore_bench.device.battery import DONE, BatteryReport, PartReport, keep, run_part
 from paramstore_bench.device.copies import measure_kvikio, measure_overlap, measure_registration, measure_tier_copies
 from paramstore_bench.device.kernels import measure_fp8, measure_groups, measure_sums
@@ -39,8 +37,8 @@ from paramstore_bench.device.ring_turns import measure_ring
 from paramstore_bench.device.speed import measure_speed
 from paramstore_bench.device.suite import measure_streams, measure_tests
 from paramstore_bench.device.waits import measure_waits
+from paramstore_bench.frame import Script
 
-RESULTS = Path(__file__).parent / "results"
 NO_DEVICE, NOT_DONE = 2, 1
 LIMIT_S = 470.0
 """Time of all parts together."""
@@ -73,16 +71,14 @@ PARTS = {
     "kvikio": Part(measure_kvikio, 15),
 }
 """In the order of what is asked first, should time run out."""
+SCRIPT = Script("device", __doc__, quick="small sets: a check, not figures to quote")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the battery. Gives 0 when every part was done, NOT_DONE, or NO_DEVICE where there is nothing to run on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="small sets: a check, not figures to quote")
+    parser = SCRIPT.parser()
     parser.add_argument("--twin", action="store_true", help="on the CPU, with the smallest sets: a check of the battery itself")
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, separated by commas; default all: {', '.join(PARTS)}")
-    parser.add_argument("--dir", type=Path, default=Path(), help="a directory on the disk in question")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/device-<date>.json")
     parser.add_argument("--commit", help="the commit of this code, where git cannot tell it")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=float, help=argparse.SUPPRESS)
@@ -96,17 +92,11 @@ def main(words: Sequence[str] | None = None) -> int:
             "measures the host's tiers.\n"
         )
         return NO_DEVICE
-    end_as_interrupt()
     if arguments.part:
+        end_as_interrupt()
         measure_part(arguments)
         return 0
-    try:
-        return run(arguments)
-    except ParamStoreError as error:
-        sys.stderr.write(f"bench_device: {type(error).__name__}: {error}\n")
-        return exit_code(error)
-    except KeyboardInterrupt:
-        return 130
+    return SCRIPT.carry_out(lambda: run(arguments))
 
 
 def measure_part(arguments: argparse.Namespace) -> None:
@@ -127,26 +117,21 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the parts that were asked for, and writes the report after each."""
-    date, started_s = machine.now(), time.monotonic()
-    file = arguments.out or RESULTS / f"device-{date[:10]}.json"
+    started_s, file = time.monotonic(), SCRIPT.file(arguments)
     log = file.with_suffix(".log")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # of the parts: such a machine often reaches nothing, and nobody needs to
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        log.write_bytes(b"")
-    except OSError as error:
-        raise ConfigError(f"--out {file}: {error.strerror}") from error
     machine.check_directory(arguments.dir)
+    log.write_bytes(b"")
     directory = arguments.dir.absolute()  # a part starts programs elsewhere
     flags = [flag for flag, is_given in (("--quick", arguments.quick), ("--twin", arguments.twin)) if is_given]
-    about = {**machine.describe(directory), "device": Place(is_twin=arguments.twin).describe()}
+    about = SCRIPT.heading(arguments)
+    about["machine"]["device"] = Place(is_twin=arguments.twin).describe()
+    about["commit"] = arguments.commit or about["commit"]
+    about["command"] += " --twin" * arguments.twin
     progress, done = Console(stderr=True), list[PartReport]()
 
     def report() -> BatteryReport:
-        return BatteryReport(
-            machine=about, commit=arguments.commit or machine.commit(), command=" ".join(["python bench/bench_device.py", *flags]),
-            date=date, seconds=time.monotonic() - started_s, parts=done,
-        )  # fmt: skip
+        return BatteryReport(**about, seconds=time.monotonic() - started_s, parts=done)
 
     with tempfile.TemporaryDirectory(prefix="bench-", dir=directory, ignore_cleanup_errors=True) as folder:
         names = arguments.only.split(",")

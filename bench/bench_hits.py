@@ -7,7 +7,6 @@ bench/results/hits-<date>.json and a picture beside it. `--quick` replays the be
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -17,7 +16,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paramstore.bench.report import machine
 from paramstore.config import PolicyConfig
 from paramstore.core.trace import Trace, TraceEventKind, unpack_trace
 from paramstore.core.visits import apply_visits, ring_visits, training_visits
@@ -27,6 +25,7 @@ from paramstore.policy.slot_plan import SlotPlan
 from paramstore.sim.algorithm2 import Algorithm2
 from paramstore.sim.replay import Outcome, Policies, belady_policies, replay, slots_of
 from paramstore.sim.slot_replay import belady_of, replay_visits, visits_of
+from paramstore_bench.frame import Script
 
 HERE = Path(__file__).parent
 TRACES = ("train", "train-small", "train-accumulate", "decode-1", "decode-4", "decode-16")
@@ -51,13 +50,13 @@ BYPASS_TARGET = 0.9
 """Least share of the most hits that a dispatch of more keys than slots may have again and again: all slots but the passing ones."""
 
 
+SCRIPT = Script("hits", __doc__, quick=f"the first {QUICK_USES} uses of each trace: a check, no figures")
+
+
 def main() -> int:
     """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"the first {QUICK_USES} uses of each trace: a check, no figures")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: bench/results/hits-<date>.json")
-    arguments = parser.parse_args()
-    date, progress = machine.now(), Console(stderr=True)
+    arguments = SCRIPT.parser().parse_args()
+    out, about, progress = SCRIPT.file(arguments), SCRIPT.heading(arguments), Console(stderr=True)
     rows: list[dict[str, Any]] = []
     slots: list[dict[str, Any]] = []
     with progress.status("bench hits") as status:
@@ -70,12 +69,9 @@ def main() -> int:
                     slots.append(slots_row_of(trace, share))
     bypass = bypass_row()
     report = {
-        "machine": machine.describe(Path()), "commit": machine.commit(), "date": date,
-        "command": "python bench/bench_hits.py" + (" --quick" if arguments.quick else ""),
-        "decode_model": json.loads((HERE / "traces" / "decode.json").read_text()), "bypass": bypass, "slots": slots,
+        **about, "decode_model": json.loads((HERE / "traces" / "decode.json").read_text()), "bypass": bypass, "slots": slots,
         "traces": {name: load(name).header.how for name in TRACES}, "rows": rows,
     }  # fmt: skip
-    out = arguments.out or HERE / "results" / f"hits-{date[:10]}.json"
     out.write_text(json.dumps(report, indent=1) + "\n")
     draw(rows, out.with_suffix(".png"))
     render(rows, Console())

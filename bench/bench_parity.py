@@ -19,7 +19,6 @@ import transformers
 from rich.console import Console
 
 import paramstore as ps
-from paramstore.bench.report import machine
 from paramstore.demo.corpus import Corpus, open_corpus
 from paramstore_bench.frame import Script
 from paramstore_testkit.processes.daemon_process import DaemonProcess
@@ -76,15 +75,12 @@ SCRIPT = Script("parity", __doc__, quick="one family, few steps: a check, not fi
 def main() -> int:
     """Runs the bench. Gives 0 when every target holds, 1 otherwise: the figures are written either way."""
     arguments = SCRIPT.parser().parse_args()
-    date, progress, out = machine.now(), Console(stderr=True), SCRIPT.file(arguments)
+    progress, out = Console(stderr=True), SCRIPT.file(arguments)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the library's
     torch.set_num_threads(THREADS)
     rows: list[dict[str, Any]] = []
-    report: dict[str, Any] = {
-        "machine": {**machine.describe(arguments.dir), "transformers": transformers.__version__, "threads": THREADS},
-        "commit": machine.commit(), "command": SCRIPT.command(is_quick=arguments.quick),
-        "date": date,
-    }  # fmt: skip
+    report: dict[str, Any] = SCRIPT.heading(arguments)
+    report["machine"] |= {"transformers": transformers.__version__, "threads": THREADS}
     with progress.status("bench parity") as status, tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.dir) as folder:
         corpus = open_corpus(Path(folder) / "corpus", size_bytes=CORPUS_BYTES)
         report["text"] = {"sha256": corpus.sha256, "bytes_per_step": SHORT, "bytes_evaluated": EVALUATED}

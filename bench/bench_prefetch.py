@@ -26,7 +26,6 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import paramstore as ps
-from paramstore.bench.report import machine
 from paramstore_bench.frame import Script
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 
@@ -47,13 +46,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rank_of is not None:
         return run_rank(arguments.rank_of)
-    date, out = machine.now(), SCRIPT.file(arguments)
+    about, out = SCRIPT.heading(arguments), SCRIPT.file(arguments)
     rows = [measure(arguments, is_planned=is_planned) for is_planned in (True, False)]
-    report = {
-        "machine": machine.describe(arguments.dir), "commit": machine.commit(), "date": date,
-        "command": SCRIPT.command(is_quick=arguments.quick), "rows": rows,
-    }  # fmt: skip
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     for row in rows:
         print(summary(row))
     print(f"written: {out}", file=sys.stderr)

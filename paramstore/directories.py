@@ -1,7 +1,9 @@
-"""Checks directories that somebody has named, and says in one wording what is wrong with them. Nothing is made here."""
+"""Checks directories that somebody has named, and says in one wording what is wrong with them; flushes those whose names must last.
+Nothing is made here."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from paramstore.errors import ConfigError
@@ -38,3 +40,12 @@ def is_missing(path: Path) -> bool:
     except OSError:
         pass
     return False
+
+
+def flush_directory(directory: Path) -> None:
+    """Makes the names in `directory` durable. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

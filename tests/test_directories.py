@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from paramstore.directories import check_directory, check_parent, is_missing
+from paramstore.directories import check_directory, check_parent, flush_directory, is_missing
 from paramstore.errors import ConfigError
 
 
@@ -45,3 +46,15 @@ def test_only_what_is_known_to_be_nowhere_is_missing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     for place, expected in {"file": False, "link": False, "n" * 300: False, "none": True, "file/below": False}.items():
         assert is_missing(tmp_path / place) == expected, place
+
+
+def test_names_become_durable_by_a_flush_of_the_directory_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = list[os.stat_result]()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor)))
+    before = len(os.listdir("/proc/self/fd"))
+    flush_directory(tmp_path)
+    assert [os.path.samestat(each, tmp_path.stat()) for each in flushed] == [True]
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        flush_directory(tmp_path / "file")
+    assert len(os.listdir("/proc/self/fd")) == before, "no descriptor is left open"

@@ -67,6 +67,11 @@ def test_no_function_is_long() -> None:
     assert {name: lines for name, node in functions() if (lines := _body_lines(node)) > BODY_LINES} == {}
 
 
+def test_no_module_has_an_except_star() -> None:
+    """Before Python 3.11.4, as in Debian 12, an error that is raised in one comes out in a group."""
+    assert [name for name, path in modules() if any(isinstance(node, ast.TryStar) for node in ast.walk(tree(path)))] == []
+
+
 def test_no_folder_is_crowded() -> None:
     counts = Counter(name.rpartition(".")[0] for name, path in modules() if path.name != "__init__.py")
     assert {folder: count for folder, count in counts.items() if count > FOLDER_MODULES} == CROWDED

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -56,7 +57,27 @@ class Script:
         """The JSON file, whose directory is there on return. Raises ConfigError where it, or the picture beside it, cannot be."""
         file: Path = arguments.out or RESULTS / f"{self.name}-{machine.now()[:10]}.json"
         check_out(file)
+        if self.draw is not None:
+            check_target(file.with_suffix(".png"))
         return file
+
+    def heading(self, arguments: argparse.Namespace) -> dict[str, Any]:
+        """Says what was run where, for a report with figures of its own."""
+        return {
+            "machine": machine.describe(arguments.dir), "commit": machine.commit(),
+            "command": self.command(is_quick=arguments.quick), "date": machine.now(),
+        }  # fmt: skip
+
+    def carry_out(self, work: Callable[[], int]) -> int:
+        """Gives what `work` gives, the code of an error that ended it, and 130 after an interrupt."""
+        end_as_interrupt()
+        try:
+            return work()
+        except ParamStoreError as error:
+            sys.stderr.write(f"bench_{self.name}: {type(error).__name__}: {error}\n")
+            return exit_code(error)
+        except KeyboardInterrupt:
+            return 130
 
     def run(
         self, arguments: argparse.Namespace, measure: Callable[[Bench], Sequence[Row]], *,
@@ -88,35 +109,30 @@ class Script:
         self, arguments: argparse.Namespace, take: Callable[[Tell], Report], *, left_out: Mapping[str, str] | None = None
     ) -> int:
         """Writes and prints the report that `take` makes; gives what `run` gives."""
-        end_as_interrupt()
-        progress = Console(stderr=True)
-        try:
-            file = self.file(arguments)
-            with progress.status(f"bench {self.name}") as status:
-                report = take(status.update)
-        except ParamStoreError as error:
-            sys.stderr.write(f"bench_{self.name}: {type(error).__name__}: {error}\n")
-            return exit_code(error)
-        except KeyboardInterrupt:
-            return 130
+        return self.carry_out(lambda: self._report(arguments, take, left_out or {}))
+
+    def _report(self, arguments: argparse.Namespace, take: Callable[[Tell], Report], left_out: Mapping[str, str]) -> int:
+        progress, file = Console(stderr=True), self.file(arguments)
+        with progress.status(f"bench {self.name}") as status:
+            report = take(status.update)
         written = [file]
         file.write_bytes(encode(report))
         if self.draw is not None:
             written.append(file.with_suffix(".png"))
             self.draw(report, written[-1])
         table.render(report, Console())
-        for name, reason in (left_out or {}).items():
+        for name, reason in left_out.items():
             progress.print(f"left out: {name}: {reason}")
         progress.print(f"written: {', '.join(map(str, written))}")
         return 1 if report.short_rows else 0
 
 
 def check_out(file: Path) -> None:
-    """Checks that the JSON and the picture beside it can be written; makes the directory. Raises ConfigError."""
+    """Checks that the JSON can be written, and a picture beside it; makes the directory. Raises ConfigError."""
     if file.suffix == ".png":
         raise ConfigError(f"--out {file}: it is the JSON file; the picture lies beside it")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=file.parent).close()
     except OSError as error:
         raise ConfigError(f"--out {file}: {error.strerror}") from error
-    check_target(file.with_suffix(".png"))

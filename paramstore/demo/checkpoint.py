@@ -17,6 +17,7 @@ import xxhash
 from safetensors.torch import load, save
 from torch import Tensor
 
+from paramstore.directories import flush_directory
 from paramstore.errors import CorruptRecord, VolumeError
 
 KEPT = 2
@@ -62,7 +63,7 @@ class CheckpointFolder:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-            _sync_directory(self.directory)
+            flush_directory(self.directory)
         except OSError as error:
             temporary.unlink(missing_ok=True)
             raise VolumeError(f"checkpoint {path}: {error}") from error
@@ -92,11 +93,3 @@ class CheckpointFolder:
 
 def _checksum(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,6 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
+from paramstore.directories import flush_directory
 from paramstore.errors import CatalogError
 from paramstore.storage.catalog.base import Catalog, Change
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
@@ -45,7 +46,7 @@ def replace_catalog(directory: Path, store: bytes, change: Change) -> Path | Non
             catalog.close()
         if not current.exists():
             new.rename(current)
-            _flush(directory)
+            flush_directory(directory)
             return None
         old = _free_name(directory)
         new.rename(old)  # first, so that the old one never has NEW_NAME: what has that name is removed
@@ -57,7 +58,7 @@ def replace_catalog(directory: Path, store: bytes, change: Change) -> Path | Non
     except OSError as error:
         raise CatalogError(f"catalog {current}: cannot be replaced: {error}") from error
     try:
-        _flush(directory)
+        flush_directory(directory)
     except OSError as error:
         raise CatalogError(
             f"catalog {current}: it was replaced, the old one is {old}; after a power cut it may be the other way round: {error}"
@@ -79,11 +80,3 @@ def _exchange(one: Path, other: Path) -> None:
     if libc.renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(one), None, str(other))
-
-
-def _flush(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

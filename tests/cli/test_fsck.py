@@ -138,7 +138,7 @@ def refuse_at(place: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     elif place == "catalog":
         monkeypatch.setattr(os, "posix_fallocate", refuse)
     else:
-        monkeypatch.setattr(swap, "_flush", refuse)
+        monkeypatch.setattr(swap, "flush_directory", refuse)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])

@@ -64,7 +64,7 @@ def test_the_old_catalog_survives_a_rebuild_that_died_anywhere_and_the_next_one(
         return acted
 
     with monkeypatch.context() as patched:
-        patched.setattr(swap, "_flush", dying(swap._flush))
+        patched.setattr(swap, "flush_directory", dying(swap.flush_directory))
         patched.setattr(swap, "_exchange", dying(swap._exchange))
         patched.setattr(Path, "rename", dying(Path.rename))
         with suppress(KeyboardInterrupt):
@@ -99,7 +99,7 @@ def test_a_new_catalog_whose_name_may_not_be_durable_is_not_called_the_old_one(
     def fail(_: Path) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(swap, "_flush", fail)
+    monkeypatch.setattr(swap, "flush_directory", fail)
     with pytest.raises(CatalogError, match=r"it was replaced, the old one is .*catalog\.before-rebuild-1"):
         replace_catalog(tmp_path, b"b" * 16, Change())
     catalog = LmdbCatalog(tmp_path / "catalog")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -69,14 +68,10 @@ class DeviceLease(VisitLease):
     for a key that was not loaded yet loads it."""
 
     def __init__(self, tier: SlotOwner, visit: SlotVisit, *, view: int, timeout_s: float | None) -> None:
-        super().__init__(visit, f" on {tier.device}")
+        super().__init__(visit, view=view, timeout_s=timeout_s, where=f" on {tier.device}")
         self._tier = tier
-        self._view = view
-        self._timeout_s = timeout_s
         self._used: dict[Held, DeviceCopy] = {}
         """What the current stream has been made to wait for."""
-        self._turn: Held | None = None
-        """What passes by and was turned to."""
 
     def load(self) -> None:
         """Loads what was not loaded yet of the keys that stand; the current stream goes on only after all of them are there. Raises
@@ -86,47 +81,23 @@ class DeviceLease(VisitLease):
     def in_turn(self) -> Iterator[ExpertKey]:
         """Yields each key once, those in their slots first, so that the device computes while the host loads. What passes by may be
         used by what is given to the current stream in its turn. Raises what a load raises."""
-        visit, tier = self._visit, self._tier
+        visit = self._visit
         there, coming = list[Held](), list[Held]()
         for held in visit.held:
-            (there if tier.copies.has(held) else coming).append(held)
+            (there if self._tier.copies.has(held) else coming).append(held)
         for few, keys in ((1, there), (TURN_KEYS, coming)):
             for start in range(0, len(keys), few):
                 self._use(keys[start : start + few])
                 yield from (held.key for held in keys[start : start + few])  # type: ignore[misc]  # the names are keys here
-        slots = visit.passing_slots + len(visit.through)
         while visit.waiting or visit.through:
-            if len(visit.through) <= slots // 2:  # half of them at a time: one message for several, and copies beside kernels
-                tier.let_in(visit, view=self._view, timeout_s=self._timeout_s)
+            self._let_in()
             held = visit.through[0]
             self._by_key = None
             self._use([held])
             yield held.key  # type: ignore[misc]  # the names are keys here
             self._check_held(held.key)
-            tier.let_out(visit, held, self._used.pop(held))
+            self._let_out(held)
             self._by_key = None
-
-    def turn_to(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
-        """The fields of `key`; what passes by may be used by what is given to the current stream until another key is turned to.
-        Raises LeaseError where `key` has passed by, or comes before others that have not, and what a load raises."""
-        visit = self._visit
-        if (visit.passing or visit.through) and (self._turn is None or self._turn.key != key):
-            self._begin_turn(key)
-        return self[key]
-
-    def _begin_turn(self, key: ExpertKey) -> None:
-        self._check_held(key)
-        visit, tier, turn, self._turn = self._visit, self._tier, self._turn, None
-        if turn is not None:
-            self._by_key = None
-            tier.let_out(visit, turn, self._used.pop(turn))
-        is_due = bool(visit.waiting) and visit.waiting[0] == key
-        if is_due or visit.passing_slots > len(visit.through):  # half of them at a time, as in `in_turn`
-            tier.let_in(visit, view=self._view, timeout_s=self._timeout_s, due=key)
-        self._by_key = None
-        held = self._held(key)
-        self._use([held])
-        self._turn = held if held in visit.through else None
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
         return self._tier.copies.slots.views(self._copy(key))
@@ -147,11 +118,14 @@ class DeviceLease(VisitLease):
         if not self._visit.is_over:
             self._tier.end_visit(self._visit, self._used.values())
 
-    def __enter__(self) -> DeviceLease:
-        return self
+    def _let_in(self, due: ExpertKey | None = None) -> None:
+        visit = self._visit
+        is_due = bool(visit.waiting) and visit.waiting[0] == due
+        if is_due or visit.passing_slots >= len(visit.through):  # half at a time: one message for several, copies beside kernels
+            self._tier.let_in(visit, view=self._view, timeout_s=self._timeout_s, due=due)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
+    def _let_out(self, held: Held) -> None:
+        self._tier.let_out(self._visit, held, self._used.pop(held))
 
     def _use(self, used: Sequence[Held]) -> None:
         for held in used[:1]:

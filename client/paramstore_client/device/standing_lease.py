@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Protocol
 
 from torch import Tensor
@@ -64,23 +63,18 @@ class StandingLease(VisitLease):
     """The right to the bytes of one visit's keys. Its release ends the visit; the leases below stand. Asking for a key whose bytes
     are on their way waits for them."""
 
-    __slots__ = ("__weakref__", "_has_views", "_owner", "_plan", "_timeout_s", "_turn", "_view")
+    __slots__ = ("__weakref__", "_has_views", "_owner", "_plan")
 
     def __init__(
         self, owner: VisitOwner, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None = None
     ) -> None:
         self._owner = owner
         self._plan = plan
-        super().__init__(visit)
-        self._view = view
-        self._timeout_s = timeout_s
+        super().__init__(visit, view=view, timeout_s=timeout_s)
         self._has_views = False
-        self._turn: Held | None = None
-        """What passes by and was turned to."""
         owner.begin_visit(visit)  # last: from here on its end is this object's affair
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
-        """The fields of `key`, once they are there. Raises LeaseError after the release, UnknownKey, and what the load raises."""
         self._has_views = True
         return self._owner.lease_of(self._held(key))[key]
 
@@ -93,7 +87,7 @@ class StandingLease(VisitLease):
             (standing if owner.has_come(held) else coming).append(held)
         while visit.waiting or visit.through or standing or coming:
             self._check_held("a layer's keys")
-            owner.let_in(self._plan, visit, view=self._view, timeout_s=self._timeout_s)
+            self._let_in()
             under_way = [*visit.through, *coming]
             if (come := next(filter(owner.has_come, under_way), None)) is None and under_way:
                 owner.hear_of(under_way[0])  # once a turn: each look is a call to the socket
@@ -103,30 +97,11 @@ class StandingLease(VisitLease):
             if held in visit.through:
                 self._by_key = None
                 yield held.key  # type: ignore[misc]  # the names are keys here
-                owner.let_out(self._plan, visit, held)
+                self._let_out(held)
                 self._by_key = None
             else:
                 coming = [other for other in coming if other is not held]
                 yield held.key  # type: ignore[misc]
-
-    def turn_to(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
-        """The fields of `key`, once they are there; what passes by is used until another key is turned to, and the next ones come
-        meanwhile. Raises LeaseError where `key` has passed by, or comes before others that have not, and what a load raises."""
-        if self._visit.passing or self._visit.through:
-            self._begin_turn(key)
-        return self[key]
-
-    def _begin_turn(self, key: ExpertKey) -> None:
-        owner, visit, turn = self._owner, self._visit, self._turn
-        if turn is not None:
-            if turn.key == key:
-                return
-            self._turn = self._by_key = None
-            owner.let_out(self._plan, visit, turn)
-        owner.let_in(self._plan, visit, view=self._view, timeout_s=self._timeout_s, due=key)
-        self._by_key = None
-        held = self._held(key)
-        self._turn = held if held in visit.through else None
 
     def identity(self, key: ExpertKey, /) -> Identity:
         """Epoch and version of the bytes of `key`."""
@@ -138,15 +113,14 @@ class StandingLease(VisitLease):
             self._owner.lease_of(held)
 
     def release(self) -> None:
-        """Ends the visit; idempotent."""
         self._has_views = False  # nobody uses them any more: cut off here, the visit is abandoned with this object
         self._owner.end_visit(self._plan, self._visit)
 
-    def __enter__(self) -> StandingLease:
-        return self
+    def _let_in(self, due: ExpertKey | None = None) -> None:
+        self._owner.let_in(self._plan, self._visit, view=self._view, timeout_s=self._timeout_s, due=due)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
+    def _let_out(self, held: Held) -> None:
+        self._owner.let_out(self._plan, self._visit, held)
 
     def __del__(self) -> None:
         if getattr(self, "_visit", None) is None or self._visit.is_over or not self._owner.is_under_way(self._visit):

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
 from paramstore.core.key import ExpertKey
 from paramstore.errors import LeaseError, UnknownKey
 from paramstore.policy.slot_visit import Held, SlotVisit
 
 
-class VisitLease:
-    """The base of leases whose keys are those of a visit. where: names the place of the slots in messages, " on cuda:0"."""
+class VisitLease(ABC):
+    """The base of leases whose keys are those of a visit. view: the view that it began with. where: names the place of the slots in
+    messages, " on cuda:0"."""
 
-    __slots__ = ("_by_key", "_visit", "_where")
+    __slots__ = ("_by_key", "_timeout_s", "_turn", "_view", "_visit", "_where")
 
-    def __init__(self, visit: SlotVisit, where: str = "") -> None:
+    def __init__(self, visit: SlotVisit, *, view: int, timeout_s: float | None, where: str = "") -> None:
         self._visit = visit
+        self._view = view
+        self._timeout_s = timeout_s
         self._where = where
         self._by_key: dict[ExpertKey, Held] | None = None
         """What can be used now, once it was asked for; None again after each turn of a key that passes by."""
+        self._turn: Held | None = None
+        """What passes by and was turned to."""
 
     @property
     def passing_count(self) -> int:
@@ -31,6 +43,45 @@ class VisitLease:
     def passes(self, key: ExpertKey) -> bool:
         """Whether the bytes of `key`, whose turn it is, can be used no more when the next key is asked for."""
         return self._held(key) in self._visit.through
+
+    def turn_to(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
+        """The fields of `key`, once they are there; what passes by is used until another key is turned to, on a device by what is
+        given to the current stream until then, and the next ones come meanwhile. Raises LeaseError where `key` has passed by, or
+        comes before others that have not, and what a load raises."""
+        visit, turn = self._visit, self._turn
+        if not (visit.passing or visit.through) or (turn is not None and turn.key == key):
+            return self[key]
+        self._check_held(key)
+        self._turn = self._by_key = None
+        if turn is not None:
+            self._let_out(turn)
+        self._let_in(due=key)
+        self._by_key = None
+        fields, held = self[key], self._held(key)
+        self._turn = held if held in visit.through else None
+        return fields
+
+    @abstractmethod
+    def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
+        """The fields of `key`, once they are there. Raises LeaseError after the release, UnknownKey, and what the load raises."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Ends the visit; idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    @abstractmethod
+    def _let_in(self, due: ExpertKey | None = None) -> None:
+        """Begins to load as many keys that pass by as there are slots for. due: the key that is used next."""
+
+    @abstractmethod
+    def _let_out(self, held: Held) -> None:
+        """Gives back the slot of what has passed by."""
 
     def _check_held(self, key: object) -> None:
         if self._visit.is_over:

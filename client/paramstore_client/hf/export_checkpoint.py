@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from paramstore.clock import MonotonicClock
+from paramstore.directories import flush_directory
 from paramstore.errors import CheckpointError, ConfigError
 from paramstore_client.hf.checkpoint.hub_names import HubNames, dense_groups
 from paramstore_client.hf.checkpoint.progress import Progress, Report, reported
@@ -33,7 +34,7 @@ from paramstore_client.hf.compat.conversions import Conversions, Reversion, natu
 from paramstore_client.hf.import_checkpoint import check_schema
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
-from paramstore_client.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor, flush_directory
+from paramstore_client.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor
 from paramstore_client.source import load_ahead
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
 

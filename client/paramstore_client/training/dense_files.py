@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from paramstore.directories import flush_directory
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, StepDropped
 from paramstore_client.handle.dense_part import DensePart
 from paramstore_client.namespace import Namespace
-from paramstore_client.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor, flush_directory
+from paramstore_client.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
 
 _log = logging.getLogger(__name__)

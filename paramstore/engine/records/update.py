@@ -291,13 +291,11 @@ def _slot_count(namespace: NamespaceState) -> int:
 
 
 async def _all_or_first_error(coroutines: list[Coroutine[object, object, None]]) -> None:
-    """Runs all to their end; if one fails, the others stop at their next await, then its error is raised."""
+    """Runs all to their end; if one fails, the others stop at their next await, then its error is raised; bugs go before errors."""
     try:
         async with asyncio.TaskGroup() as group:
             for coroutine in coroutines:
                 group.create_task(coroutine)
-    except* ParamStoreError as group_error:
-        first: BaseException = group_error
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
+    except BaseExceptionGroup as failed:
+        _, bugs = failed.split(ParamStoreError)
+        raise bugs or failed.exceptions[0] from None

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import lmdb
 
+from paramstore.directories import flush_directory
 from paramstore.errors import CatalogError, CorruptCatalog
 from paramstore.storage.catalog import row_bytes as rows
 from paramstore.storage.catalog.base import Change, Contents, NamespaceContents, Row
@@ -136,8 +137,8 @@ class LmdbCatalog:
         try:
             if may_create:
                 self._path.mkdir(mode=0o700, exist_ok=True)
-                _flush_directory(self._path.parent)
-                _flush_directory(self._path.parent.parent)
+                flush_directory(self._path.parent)
+                flush_directory(self._path.parent.parent)
             if self._file.exists():
                 descriptor = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
                 try:
@@ -169,7 +170,7 @@ class LmdbCatalog:
         except (lmdb.Error, OSError) as error:
             raise self._failure("cannot be opened as LMDB 0.9", error) from error
         try:
-            _flush_directory(self._path)
+            flush_directory(self._path)
             self._check_length(environment)
             self._check_format(environment, store_uuid)
         except BaseException:
@@ -314,12 +315,3 @@ def _own_bytes(file: Path | int) -> int:
     """Bytes of the file that are allocated to it: without its holes, and without what lies beyond its end."""
     status = os.stat(file)
     return min(status.st_size, status.st_blocks * 512)
-
-
-def _flush_directory(path: Path) -> None:
-    """Makes the directory's entries durable. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,12 +12,12 @@ import torch
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
-from paramstore.engine.records.update import LOOKAHEAD_RECORDS
+from paramstore.engine.records.update import LOOKAHEAD_RECORDS, _all_or_first_error
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.tables.requests import Urgency
 from paramstore.engine.transfers import arithmetic
-from paramstore.errors import StepFailed
+from paramstore.errors import ParamStoreError, StepFailed
 from paramstore.optim.tensors import field_tensor
 from paramstore_testkit.disks.machine import Machine, PlainSegment
 from paramstore_testkit.stores.small_store import OPTIONS, SCHEMA, create, first_values, keys_of, push, run, train, turns, versions
@@ -315,6 +315,22 @@ def test_an_apply_that_fails_half_way_breaks_the_namespace_and_leaves_no_slot_he
         assert site.namespace.memory.working.slots.free_count == 4
 
     on_site(scenario, seed=5)
+
+
+def test_the_first_error_of_several_updates_is_raised_and_none_hides_a_bug() -> None:
+    async def fail(error: Exception) -> None:
+        raise error
+
+    def raised(*errors: Exception) -> BaseException:
+        with pytest.raises((ParamStoreError, BaseExceptionGroup)) as found:
+            asyncio.run(_all_or_first_error([fail(error) for error in errors]))
+        return found.value
+
+    first, second, bug = StepFailed("first"), StepFailed("second"), AssertionError("a bug")
+    assert raised(first, second) is first
+    group = raised(first, bug)
+    assert isinstance(group, ExceptionGroup)
+    assert group.exceptions == (bug,)
 
 
 def test_what_is_called_after_a_failed_apply_is_refused_even_if_it_was_called_before_the_failure() -> None:

@@ -294,7 +294,7 @@ def test_what_lmdb_maps_to_write_has_its_room_before_a_new_catalog_is_made(tmp_p
 
 def test_a_new_catalog_that_could_not_be_made_leaves_no_half_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(lmdb_catalog, "_flush_directory", lambda path: refuse_space() if path.name == "catalog" else None)
+        patched.setattr(lmdb_catalog, "flush_directory", lambda path: refuse_space() if path.name == "catalog" else None)
         with pytest.raises(OSError, match="No space left"):
             LmdbCatalog(tmp_path / "catalog", store_uuid=STORE_UUID)
     assert not (tmp_path / "catalog" / "data.mdb").exists()
