@@ -82,9 +82,10 @@ def test_only_a_bench_that_knows_a_quick_run_has_the_option(tmp_path: Path) -> N
     assert Script("works", None, quick="less").parser().parse_args(["--quick"]).quick is True
 
 
+@pytest.mark.parametrize(("out", "problem"), [("r.png", "it is the JSON file"), ("/proc/self/r.json", "--out /proc/self/r.json: ")])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    out: str, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = Script("works", None)
-    assert script.run(script.parser().parse_args(["--out", str(tmp_path / "r.png")]), lambda bench: pytest.fail("measured")) == 2
-    assert "it is the JSON file" in capsys.readouterr().err
+    assert script.run(script.parser().parse_args(["--out", str(tmp_path / out)]), lambda bench: pytest.fail("measured")) == 2
+    assert problem in capsys.readouterr().err
