@@ -37,6 +37,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class _LiveLeases(weakref.WeakSet["Lease"]):
+    """The leases of a handle that live. Each of them keeps the set, so that it goes with the last one who could use the handle.
+
+    at_end: what is done then; None for nothing.
+    """
+
+    at_end: weakref.finalize[..., _LiveLeases] | None = None
+
+
 class Namespace(Updates, Residency, Steps):
     """One opening of a namespace. Owner of its leases."""
 
@@ -46,9 +55,7 @@ class Namespace(Updates, Residency, Steps):
         super().__init__(connection, area, opened, mode=mode, is_debug=is_debug, ours=ours)
         self._lease_slots = opened.lease_slots
         self._view_step = opened.view_step
-        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        """Those that live; each keeps the set, so that it goes with the last one who could use the handle."""
-        self._dropped: weakref.finalize[..., weakref.WeakSet[Lease]] | None = None
+        self._leases = _LiveLeases()
 
     # --- what it is ---
 
@@ -239,8 +246,8 @@ class Namespace(Updates, Residency, Steps):
         if self._connection.is_failed:
             self._is_closed = True
             return
-        if self._dropped is not None:
-            self._dropped.detach()
+        if self._leases.at_end is not None:
+            self._leases.at_end.detach()
         ticket = self._consume(messages.CloseNamespace(self._next_id(), self._handle), "close", answers.nothing)
         self._is_closed = True
         ticket.wait()
@@ -261,9 +268,10 @@ class Namespace(Updates, Residency, Steps):
 
 def close_when_dropped(reader: Namespace) -> None:
     """Has the handle closed once nobody has it any more, nor a lease of it: what it was promised is others' then."""
-    if reader._dropped is None:
-        reader._dropped = weakref.finalize(reader._leases, _close_dropped, reader._connection, reader._handle, reader.name)
-        reader._dropped.atexit = False
+    leases = reader._leases
+    if leases.at_end is None:
+        leases.at_end = weakref.finalize(leases, _close_dropped, reader._connection, reader._handle, reader.name)
+        leases.at_end.atexit = False
 
 
 def _close_dropped(connection: Connection, handle: int, name: str) -> None:
