@@ -143,14 +143,12 @@ class HostSlots:
         """Has the visit of a lease that nobody has any more ended when the next one begins. Takes no lock."""
         self._abandoned.append((plan, visit))
 
-    def has_come(self, held: Held) -> bool:
-        """Whether the lease of `held` has an outcome, as far as was heard."""
-        return (ticket := self._arriving.get(held)) is None or ticket.is_settled
-
-    def hear_of(self, held: Held) -> None:
-        """Takes in what was told of the lease of `held`, and of all others."""
-        if (ticket := self._arriving.get(held)) is not None:
-            ticket.done()
+    def have_come(self, asked: Sequence[Held]) -> list[Held]:
+        """Those whose leases have an outcome. Where none has, as far as was heard, listens once: that is a call to the socket."""
+        tickets = {held: ticket for held in asked if (ticket := self._arriving.get(held)) is not None}
+        if tickets and len(tickets) == len(asked) and not any(ticket.is_settled for ticket in tickets.values()):
+            tickets[asked[0]].done()
+        return [held for held in asked if held not in tickets or tickets[held].is_settled]
 
     def let_in(self, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None, due: object = None) -> None:
         """Begins to load as many keys that pass by as get slots. view: that the visit began with. due: the key used next."""

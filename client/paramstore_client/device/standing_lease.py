@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -42,12 +42,8 @@ class VisitOwner(Protocol):
         """The lease that stands for `held`, once it has come. Raises what its load raises, LeaseError where it is gone."""
         ...
 
-    def has_come(self, held: Held) -> bool:
-        """Whether the lease of `held` has an outcome, as far as was heard."""
-        ...
-
-    def hear_of(self, held: Held) -> None:
-        """Takes in what was told of the lease of `held`, and of all others."""
+    def have_come(self, asked: Sequence[Held]) -> list[Held]:
+        """Those whose leases have an outcome. Where none has, as far as was heard, listens once."""
         ...
 
     def let_in(self, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None, due: object = None) -> None:
@@ -82,16 +78,14 @@ class StandingLease(VisitLease):
         """Yields each key once, those that are there first, so that others may come meanwhile; waits where none is. Raises what a
         load raises."""
         owner, visit = self._owner, self._visit
-        standing, coming = deque[Held](), list[Held]()
-        for held in visit.held:
-            (standing if owner.has_come(held) else coming).append(held)
+        there = set(owner.have_come(visit.held))
+        standing = deque(held for held in visit.held if held in there)
+        coming = [held for held in visit.held if held not in there]
         while visit.waiting or visit.through or standing or coming:
             self._check_held("a layer's keys")
             self._let_in()
             under_way = [*visit.through, *coming]
-            if (come := next(filter(owner.has_come, under_way), None)) is None and under_way:
-                owner.hear_of(under_way[0])  # once a turn: each look is a call to the socket
-                come = next(filter(owner.has_come, under_way), None)
+            come = next(iter(owner.have_come(under_way)), None)
             held = come or (standing.popleft() if standing else under_way[0])
             owner.lease_of(held)
             if held in visit.through:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -68,6 +69,10 @@ def _out_of_memory(tier: DeviceTier) -> CapacityError:
     )
 
 
+def _plan_of(policy: str, layers: Sequence[int], slots: int) -> SlotPlan:
+    return SlotPlan(slots, make_slot_policy(policy, slots, layers))
+
+
 class DeviceTier:
     """An `ExpertSource` in front of a namespace: `StoredExperts(tier, layer)` computes on the device.
 
@@ -90,8 +95,8 @@ class DeviceTier:
         if not isinstance(namespace, HostSource):
             raise wrong("namespace", namespace, "an open namespace")
         slots = whole_number("slots", slots, least=1)
-        self._order = indices("layers", namespace.layers if layers is None else layers)
-        self._policy = text("policy", policy)
+        order = indices("layers", namespace.layers if layers is None else layers)
+        self._make_plan = partial(_plan_of, text("policy", policy), order)
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
         self.layers: Sequence[int] = namespace.layers
@@ -104,9 +109,6 @@ class DeviceTier:
         self._touched: dict[ExpertKey, None] = {}
         self._acquire_count = 0
         self._stop_watching = namespace.before_unmap(self._forget_memory)
-
-    def _make_plan(self, count: int) -> SlotPlan:
-        return SlotPlan(count, make_slot_policy(self._policy, count, self._order))
 
     def _make_slots(self, count: int) -> DeviceSlots:
         return DeviceSlots(self._part, count, device=self.device, copier=self._copier)

@@ -15,7 +15,8 @@ import torch
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, StoreUnavailable, UnknownKey
-from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore.policy.slot_visit import Held
+from paramstore.testing.memory_namespace import MemoryLeaseTicket, MemoryNamespace
 from paramstore_client.device import host_slots, loads_ahead
 from paramstore_client.device.host_slots import HostSlots, standing
 from paramstore_client.device.loads_ahead import NothingAhead
@@ -251,7 +252,7 @@ def test_what_is_given_back_comes_again_and_what_is_in_use_as_it_ends() -> None:
 def test_what_is_on_its_way_and_nobody_waits_for_is_given_back_too() -> None:
     namespace, slots = make()
     slots.acquire_arriving(keys(0, 1)).release()
-    assert not slots.has_come(slots.acquire_arriving(keys(0))._visit.held[0])
+    assert not slots.have_come(slots.acquire_arriving(keys(0))._visit.held)
     gc.collect()
     slots.give_back()
     assert (slots._arriving, namespace.leased) == ({}, [])
@@ -500,14 +501,23 @@ def test_what_passes_by_is_gone_after_its_turn() -> None:
 
 def test_a_key_that_comes_while_the_turns_are_told_apart_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     _, slots = make()
-    asked: list[object] = []
+    told: set[object] = set()
 
-    def has_come(held: object) -> bool:  # each key comes right after it was asked about
-        asked.append(held)
-        return asked.count(held) > 1
+    def have_come(asked: Sequence[Held]) -> list[Held]:  # each key comes right after it was asked about
+        come = [held for held in asked if held in told]
+        told.update(asked)
+        return come
 
-    monkeypatch.setattr(slots, "has_come", has_come)
+    monkeypatch.setattr(slots, "have_come", have_come)
     assert sorted(gone_through(slots, keys(0, 1, 2))) == keys(0, 1, 2)
+
+
+def test_a_turn_listens_once_for_all_that_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, slots = make()
+    listened: list[object] = []
+    monkeypatch.setattr(MemoryLeaseTicket, "done", lambda ticket: listened.append(ticket) or ticket.is_settled)
+    assert gone_through(slots, keys(0, 1, 2)) == keys(0, 1, 2)
+    assert 0 < len(listened) <= 1 + 3, "at the begin, and in each turn"
 
 
 def test_slots_that_are_left_at_a_visits_end_are_for_what_finds_none() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramstore.core.schema import Schema
+from paramstore.engine.planner.promises import Opening
 from paramstore.errors import CapacityError, LeaseError, StepDropped, StepFailed, UnknownKey, WriterFenced
 from paramstore_testkit.stores.small_planner import A, B, C, D, SmallPlanner
 from paramstore_testkit.stores.small_planner import lease_desk as desk
@@ -182,7 +183,7 @@ def test_a_view_that_was_promised_nothing_leases_nothing_and_may_prefetch() -> N
 @pytest.mark.parametrize(("most", "ways"), [(0, "open"), (2, "ask in parts, or open")])
 def test_who_asked_for_no_more_is_told_to_ask_for_more_and_nothing_that_cannot_help(most: int, ways: str) -> None:
     small = desk(param_slots=16)
-    view = small.planner.views.open(small.namespace, is_writer=False, step=0, max_lease_slots=most)
+    view = small.planner.views.open(small.namespace, Opening(most=most), step=0)
     said = (
         rf"3 keys .* promised {most} slots .*\(lease_slots\), and asked for no more \(max_lease_slots={most}\)\. Of .*: "
         rf"{ways} with a greater max_lease_slots \(expert_memory, of a model that is served\)$"
@@ -193,7 +194,7 @@ def test_who_asked_for_no_more_is_told_to_ask_for_more_and_nothing_that_cannot_h
 
 def test_who_got_less_than_it_asked_for_at_most_is_told_what_helps() -> None:
     small = desk(param_slots=8)
-    view = small.planner.views.open(small.namespace, is_writer=False, step=0, max_lease_slots=2)
+    view = small.planner.views.open(small.namespace, Opening(most=2), step=0)
     with pytest.raises(CapacityError, match=r"promised 1 slots .*\(lease_slots\)\. Of .*: ask in parts, open with min_lease_slots"):
         small.lease(view, A, B, C)
 
