@@ -30,8 +30,8 @@ FLAGS = {"host_budget": 64 * MIB, "gradient_budget": 8 * MIB, "wait_timeout_s": 
 LIMIT_S = 30.0
 """Longer than any deadline in these tests: what takes longer hangs."""
 INTERRUPTED = (
-    "device/host_slots.py", "device/standing_lease.py", "device/loads_ahead.py", "hf/model/layer_weights.py", "hf/model/binding.py",
-    "hf/model/weight_sources.py", "policy/slot_plan.py",
+    "device/host_slots.py", "device/standing_lease.py", "device/visit_lease.py", "device/loads_ahead.py",
+    "hf/model/layer_weights.py", "hf/model/binding.py", "hf/model/weight_sources.py", "policy/slot_plan.py",
 )  # fmt: skip
 """Code in which Ctrl-C comes."""
 CONNECTION = (

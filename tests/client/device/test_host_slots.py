@@ -29,7 +29,7 @@ def make(lease_slots: int = 9, *, slots: int | None = None, experts: int = 6) ->
     return namespace, HostSlots(namespace, slots=slots, policy="lru")
 
 
-MODULES = ("/host_slots.py", "/loads_ahead.py", "/slot_plan.py", "/standing_lease.py")
+MODULES = ("/host_slots.py", "/loads_ahead.py", "/slot_plan.py", "/standing_lease.py", "/visit_lease.py")
 
 
 def stand(namespace: MemoryNamespace, slots: HostSlots) -> None:
@@ -542,7 +542,7 @@ def test_an_interrupt_at_any_line_of_going_through_loses_no_lease(in_order: bool
         is_raised = []
 
         def run(line: int, slots: HostSlots, is_raised: list[bool]) -> None:
-            with Interrupt(line, MODULES[-1:] if in_order else MODULES) as interrupt:
+            with Interrupt(line, MODULES[-2:] if in_order else MODULES) as interrupt:
                 slots.prefetch(keys(3))
                 with slots.acquire_arriving(keys(*range(10)), may_pass=True) as lease:
                     slots.prefetch(keys(0, 1, layer=1))

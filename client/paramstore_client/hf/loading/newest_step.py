@@ -3,6 +3,8 @@
 - While the file of the dense weights is read a second handle stands on its step, so that neither goes away. The experts move to
   that very step; where it is gone all the same, the newest is tried again, TRIES_MAX times at most.
 - Dense weights are loaded into the model's own tensors: compiled code and captured references stay.
+- A move that is cut off after it has begun, by an interrupt or a file that goes bad, leaves a model that refuses to compute until
+  one has succeeded.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from paramstore.errors import CheckpointError, SchemaMismatch, StepDropped, Vers
 from paramstore_client.handle.dense_part import DensePart
 from paramstore_client.handle.origin import Origin
 from paramstore_client.handle.steps import Refreshed
+from paramstore_client.hf.model.binding import find_experts
 from paramstore_client.namespace import Namespace
 from paramstore_client.training.dense_files import opened
 
@@ -28,7 +31,7 @@ _log = logging.getLogger(__name__)
 TRIES_MAX = 8
 """Steps that may be dropped in a row while they are looked at, before the model stays where it is."""
 MARK = "_paramstore_dense"
-"""Attribute of a model: the count of its experts' view changes when its dense weights were loaded for that view."""
+"""Attribute of a model that has moved: the view of its experts then, as `view_change_count` has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,14 @@ class Mover:
         self.model = model
         self.namespace = namespace
         self._directory = directory
+        stored = find_experts(model)
+        assert stored is not None, "a model whose experts a namespace has"
+        self._stored = stored
 
     def move(self) -> Followed:
         """Does what `ps.hf.follow` does."""
-        namespace = self.namespace
-        if self.model.__dict__.get(MARK) == namespace.view_change_count and self._is_newest():
+        namespace, moved_to = self.namespace, self.model.__dict__.get(MARK)
+        if moved_to == namespace.view_change_count and not self._stored.is_between_steps and self._is_newest():
             return Followed(namespace.view_step)
         dropped: StepDropped | None = None
         for _ in range(TRIES_MAX):
@@ -77,7 +83,7 @@ class Mover:
 
     def _move(self) -> Followed:
         """Moves to the newest step, or says why not. Raises StepDropped, and nothing has changed, where that is gone meanwhile."""
-        namespace, model = self.namespace, self.model
+        namespace, model, stored = self.namespace, self.model, self._stored
         with namespace.reader(max_lease_slots=0) as ahead:  # it leases nothing
             step = ahead.view_step
             assert step is not None, "a reader stands on a step"
@@ -88,15 +94,21 @@ class Mover:
                     return self._stay(names_none(step))
                 with opened(dense, self._directory) as file:
                     file.check_fits(model)
-                    moved = namespace.refresh(step)  # from here on the mark is of an earlier view
+                    was_cut_off, stored.is_between_steps = stored.is_between_steps, True
+                    try:
+                        moved = namespace.refresh(step)
+                    except StepDropped:
+                        stored.is_between_steps = was_cut_off
+                        raise
                     file.load(model)
+                    model.__dict__[MARK] = namespace.view_change_count
+                    stored.is_between_steps = False
             except (CheckpointError, SchemaMismatch) as error:
                 if moved is not None:
                     raise
                 if step not in namespace.steps():
                     raise StepDropped(f"step {step} was dropped, and its dense weights with it") from error
                 return self._stay(f"step {step}: {error}")
-            model.__dict__[MARK] = namespace.view_change_count
             return Followed(step, True, moved.changed_keys, moved.changed_bytes, file.size_bytes)
 
     def _stay(self, reason: str) -> Followed:

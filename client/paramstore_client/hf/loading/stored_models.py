@@ -37,7 +37,7 @@ from paramstore_client.hf.loading.namespaces import is_committed, open_experts
 from paramstore_client.hf.loading.newest_step import take_dense
 from paramstore_client.hf.loading.placement import CacheShape, Placement, check_device_map, check_shape, make_tier
 from paramstore_client.hf.model import experts_function
-from paramstore_client.hf.model.binding import ATTRIBUTE, LayerExperts, ModelExperts, bind
+from paramstore_client.hf.model.binding import ModelExperts, bind, find_experts
 from paramstore_client.hf.model.early_loads import SpeculationFigures
 from paramstore_client.hf.model.kernels import choose_kernel
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
@@ -261,7 +261,7 @@ def experts(model: nn.Module) -> Experts:
 
 def namespace(model: nn.Module) -> Namespace:
     """The open namespace of a model's experts, in either mode; `refresh()` moves a reader. Raises ConfigError for other models."""
-    source = None if (layer := _layer_of(model)) is None else layer.source
+    source = None if (stored := find_experts(model)) is None else stored.source
     if isinstance(source := source.namespace if isinstance(source, HostSlots | DeviceTier) else source, Namespace):
         return source
     raise _without_experts(model)
@@ -274,7 +274,7 @@ def counts(model: nn.Module) -> SlotCounts:
 
     Raises ConfigError for a model that has no slots: one that trains, or of a store that was connected with `debug=True`.
     """
-    source = None if (layer := _layer_of(model)) is None else layer.source
+    source = None if (stored := find_experts(model)) is None else stored.source
     if isinstance(source, HostSlots | DeviceTier):
         return replace(source.counts)
     raise ConfigError(f"{type(model).__name__} has no experts that stand in slots: load it with mode='infer', without debug=True")
@@ -282,17 +282,9 @@ def counts(model: nn.Module) -> SlotCounts:
 
 def speculation(model: nn.Module) -> SpeculationFigures:
     """What guesses of the next layer's router have brought since the model was loaded. Raises ConfigError for other models."""
-    if (layer := _layer_of(model)) is None:
+    if (stored := find_experts(model)) is None:
         raise _without_experts(model)
-    return layer.early.figures
-
-
-def _layer_of(model: nn.Module) -> LayerExperts | None:
-    """A layer of a model's stored experts; None where it has none."""
-    for module in arguments.instance("model", model, nn.Module, "a torch module").modules():
-        if isinstance(layer := module.__dict__.get(ATTRIBUTE), LayerExperts):
-            return layer
-    return None
+    return stored.early.figures
 
 
 def _without_experts(model: nn.Module) -> ConfigError:

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paramstore.core.arguments import instance
 from paramstore.core.key import ExpertKey
-from paramstore.errors import ConfigError, LeaseError, SchemaMismatch
+from paramstore.errors import ConfigError, LeaseError, SchemaMismatch, StepMismatch
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.model import module_list
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
@@ -68,6 +69,8 @@ class ModelExperts:
         self.buffers = CompactBuffers(source.schema.part("param").fields, is_poisoned=is_poisoned)
         self.early = EarlyLoads(source)
         self.speculates = speculates
+        self.is_between_steps = False
+        """Whether dense weights and experts may be of two steps: nothing is computed with them then."""
         self._is_ring = is_ring
 
     def after_forward(
@@ -131,8 +134,16 @@ class LayerExperts(Unpicklable):
         """What is loaded ahead for the model, by its routers' guesses."""
         return self._model.early
 
+    def _check_step(self) -> None:
+        if self._model.is_between_steps:
+            raise StepMismatch(
+                "this model was cut off on its way to another step, so that its dense weights and its experts may be of two: "
+                "ps.hf.follow(model) takes it to the newest one, whole"
+            )
+
     def run(self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
         """Runs the module's kernel on the tokens; returns [T, H]: transformers' contract of an experts function."""
+        self._check_step()
         self.early.begin_layer(self.layer, len(hidden_TH))
         y_TH = self._model.under_way.compute(lambda: self._run(module, hidden_TH, ids_TK, gate_TK))
         self.early.end_layer()
@@ -221,6 +232,7 @@ class LayerExperts(Unpicklable):
 
     def run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
         """Runs a container's own forward on its arguments. Experts are leased one at a time, as it asks for them."""
+        self._check_step()
         keys: list[ExpertKey] = []  # those that forward asks for, in its order
         position_of: dict[int, int] = {}
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
@@ -259,6 +271,14 @@ def bind(model: nn.Module, experts: ModelExperts, *, kernel: str) -> ExpertLayou
     if experts.speculates:
         experts.early.find_routers(model, layout)
     return layout
+
+
+def find_experts(model: nn.Module) -> ModelExperts | None:
+    """What gives the layers of `model` their stored experts; None where it has none. Raises ConfigError on what is no model."""
+    for module in instance("model", model, nn.Module, "a torch module").modules():
+        if isinstance(layer := module.__dict__.get(ATTRIBUTE), LayerExperts):
+            return layer._model
+    return None
 
 
 def layer_of(module: nn.Module) -> LayerExperts:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import paramstore as ps
+from paramstore.errors import CheckpointError, StepMismatch
 from paramstore_client.hf.compat import modeling
-from paramstore_client.training.dense_files import dense_tensors
+from paramstore_client.training.dense_files import DenseFile, dense_tensors
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import tokens
@@ -115,3 +116,28 @@ def test_a_load_that_fails_at_the_dense_weights_leaves_no_handle(
     with pytest.raises(ZeroDivisionError):
         served(store, checkpoint)
     assert store.stats()["namespaces"]["both"]["views"] == 1, "the trainer's"
+
+
+@pytest.mark.parametrize("cut_off_by", [KeyboardInterrupt, CheckpointError])
+def test_a_model_that_was_cut_off_between_two_steps_computes_nothing_until_it_was_followed(
+    store: ps.Store, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off_by: type[BaseException]
+) -> None:
+    def load_half(file: DenseFile, model: Any) -> None:
+        model.lm_head.weight.data.copy_(trainer.lm_head.weight)
+        raise cut_off_by
+
+    trainer = trained(store, checkpoint, dense=tmp_path / "dense")
+    model = served(store, checkpoint)
+    for parameter in trainer.parameters():
+        parameter.data.mul_(2)
+    ps.hf.experts(trainer).commit(2, dense=tmp_path / "dense").wait()
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr(DenseFile, "load", load_half)
+            with pytest.raises(cut_off_by):
+                ps.hf.follow(model)
+        for _ in range(2):
+            with pytest.raises(StepMismatch, match=re.escape("ps.hf.follow(model)")):
+                model(tokens())
+        assert ps.hf.follow(model).has_moved
+        assert torch.equal(model(tokens()).logits, trainer(tokens()).logits)
