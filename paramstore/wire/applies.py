@@ -27,12 +27,20 @@ class Apply(Message, tag="apply"):
     options: dict[str, Any] | None = None
 
 
-class BeginApply(Apply, tag="begin_apply"):
+class BeginApply(Message, tag="begin_apply"):
     """Opens an apply before its gradients are there; has the fields of `Apply`. Answered when the apply is over, with the result of
     an `Apply`, or with why it was given up. Since TRAINING_MINOR.
     """
 
-    ADDED_FIELDS: ClassVar[int] = 0
+    id: int
+    handle: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: float
+    options: dict[str, Any] | None = None
 
 
 class EndApply(Message, tag="end_apply"):

@@ -20,7 +20,7 @@ def begin_message(request_id: int, handle: int, options: Options, grad_scale: fl
     return BeginApply(*(getattr(plain, name) for name in plain.__struct_fields__))
 
 
-def options_of(message: Apply) -> Options:
+def options_of(message: Apply | BeginApply) -> Options:
     """Returns the options that `apply_message` was given. Raises ConfigError where the message has none that an optimizer takes."""
     if message.options is not None:
         return options_from_description(message.options)
