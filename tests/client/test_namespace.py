@@ -339,12 +339,19 @@ def test_view_change_count_grows_even_when_the_answer_is_an_error(daemon: FakeDa
         assert namespace.view_change_count > before
 
 
+def reader_to_drop(store: ps.Store, namespace: ps.Namespace) -> ps.Namespace:
+    """A reader's handle that is closed once nobody has it. namespace: its writer, which has something for it."""
+    if namespace.committed_step is None:
+        namespace.commit(0).wait()
+    reader = store.open_namespace("moe")
+    close_when_dropped(reader)
+    return reader
+
+
 def test_a_handle_that_nobody_has_is_closed_once_its_last_lease_has_gone(
     daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
 ) -> None:
-    namespace.commit(0).wait()
-    reader = store.open_namespace("moe")
-    close_when_dropped(reader)
+    reader = reader_to_drop(store, namespace)
     handle = reader._handle
     lease = reader.acquire(KEYS)
     del reader
@@ -362,9 +369,7 @@ def test_a_handle_that_nobody_has_is_closed_once_its_last_lease_has_gone(
 def test_a_handle_stays_open_for_tensors_of_a_lease_that_was_dropped(
     daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
 ) -> None:
-    namespace.commit(0).wait()
-    reader = store.open_namespace("moe")
-    close_when_dropped(reader)
+    reader = reader_to_drop(store, namespace)
     weight = reader.acquire(KEYS)[KEYS[1]]["gate_up"]
     del reader
     gc.collect()
@@ -376,10 +381,8 @@ def test_a_handle_stays_open_for_tensors_of_a_lease_that_was_dropped(
 def test_a_handle_that_was_closed_is_not_closed_again_when_it_is_dropped(
     daemon: FakeDaemon, store: ps.Store, namespace: ps.Namespace
 ) -> None:
-    namespace.commit(0).wait()
     for ends in (True, False):
-        reader = store.open_namespace("moe")
-        close_when_dropped(reader)
+        reader = reader_to_drop(store, namespace)
         close_when_dropped(reader)
         if ends:
             reader.close()
