@@ -174,6 +174,10 @@ class StoreTrial(Trial):
             await self.store.access.wait_lease(request, 10.0)
         except (StepDropped, TicketCancelled, WriterFenced):
             return
+        except LeaseError:  # copies that the writer holds became an older step's, and take slots beside the ones it waited for
+            assert request.view.step is None
+            assert len(self.history) > called_at
+            return
         # A writer's lease that had to wait for slots sees the applies that were called until it got them.
         states = [expected] if request.view.step is not None else [expected, *self.history[called_at:]]
         self.check_lease(request, states)
