@@ -1,10 +1,10 @@
 """Measures decoding and prefill of a Qwen3-MoE-shaped model through `ps.hf` with all, half, a quarter and a tenth of its experts in
 host memory, beside the same model with everything in memory and beside what its arithmetic and its lacking bytes cost.
 
-Run it on an idle machine: `python bench/bench_decode.py [--quick] [--llama] [--peers] [--dir DIR] [--out FILE]`. The figures go to
-bench/results/decode-<date>.json. Each round times ours and memory in alternating order on a prompt of its own, and reads as many
-raw records as a layer lacks; the logits of both are compared bit for bit. Prompts are computed with guesses of the next layer's
-router, tokens without (`bench_speculation.py` measures those). Where not all experts fit, the same is measured with
+Run it on an idle machine: `python bench/bench_decode.py [--quick] [--llama] [--peers] [--dtype float32] [--dir DIR] [--out FILE]`.
+The figures go to bench/results/decode-<date>.json. Each round times ours and memory in alternating order on a prompt of its own,
+and reads as many raw records as a layer lacks; the logits of both are compared bit by bit. Prompts are computed with guesses of the
+next layer's router, tokens without (`bench_speculation.py` measures those). Where not all experts fit, the same is measured with
 `residency="ring"`: tokens, and with half of the experts prompts; there the bench also finds the length of a prompt that a layer
 computes 1.5 times as long as its experts load, and asks for memory's speed. With half and a quarter accelerate's `disk_offload`
 decodes beside it, and with `--llama` llama.cpp on a mapped file, with the pages of their files dropped before each token.
@@ -13,7 +13,7 @@ decodes beside it, and with `--llama` llama.cpp on a mapped file, with the pages
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from paramstore.bench.service.daemon import serving
 from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.engine.planner.promises import slots_promising
 from paramstore.engine.tables.arena import segment_lengths
-from paramstore_bench.decode.llama_peer import check_near, mapped, missing_reason, write_gguf
+from paramstore_bench.decode.llama_peer import mapped, missing_reason, write_gguf
 from paramstore_bench.decode.long_prompt import LONGEST, find_long_prompt
 from paramstore_bench.decode.offload_peer import TARGETS, drop_pages, offloaded
 from paramstore_bench.decode.rows import (
@@ -42,7 +42,7 @@ from paramstore_bench.decode.rows import (
     Answer,
     Cell,
     Work,
-    check_logits,
+    check_near,
     count_rows_of,
     peer_row_of,
     row_of,
@@ -79,6 +79,7 @@ class Shape:
     hidden: int = 1024
     inner: int = 1408
     top_k: int = 4
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def keys(self) -> int:
@@ -92,6 +93,8 @@ class Shape:
         )  # fmt: skip
 
 
+SHAPES = {"bfloat16": Shape(), "float32": Shape(inner=704, dtype=torch.float32)}
+"""By dtype, with experts of equal bytes. A processor without instructions for bf16 computes prompts ten times as fast in fp32."""
 QUICK = Shape(layers=4, experts=8, hidden=256, inner=256, top_k=2)
 
 
@@ -103,23 +106,25 @@ def main() -> int:
     parser = SCRIPT.parser()
     parser.add_argument("--llama", action="store_true", help="llama.cpp beside it: needs the packages llama_cpp_python and gguf")
     parser.add_argument("--peers", action="store_true", help="decoding beside accelerate (and llama.cpp) alone")
+    parser.add_argument("--dtype", choices=SHAPES, default="bfloat16", help="of the model")
     arguments = parser.parse_args()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers left it so
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     left_out = {"llama.cpp": reason} if arguments.llama and (reason := missing_reason()) else {}
-    words = [word for word, is_given in (("--llama", arguments.llama), ("--peers", arguments.peers)) if is_given]
+    options = {"--llama": arguments.llama, "--peers": arguments.peers, "--dtype float32": arguments.dtype == "float32"}
+    words = [word for word, is_given in options.items() if is_given]
     script = replace(SCRIPT, words=" ".join(words))
     peers = (measure_accelerate, measure_llama) if arguments.llama and not left_out else (measure_accelerate,)
-    measure_rows = partial(measure, is_quick=arguments.quick, peers=peers, has_peers_alone=arguments.peers)
+    shape = replace(QUICK, dtype=SHAPES[arguments.dtype].dtype) if arguments.quick else SHAPES[arguments.dtype]
+    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
+    measure_rows = partial(measure, shape=shape, rounds=rounds, peers=peers, has_peers_alone=arguments.peers)
     return script.run(arguments, measure_rows, left_out=left_out)
 
 
-def measure(bench: Bench, *, is_quick: bool, peers: Sequence[MeasurePeer], has_peers_alone: bool) -> list[Row]:
+def measure(bench: Bench, *, shape: Shape, rounds: int, peers: Sequence[MeasurePeer], has_peers_alone: bool) -> Iterator[Row]:
     """Measures every share, or those that peers are measured at."""
-    shape, rounds = (QUICK, QUICK_ROUNDS) if is_quick else (Shape(), ROUNDS)
-    if has_peers_alone:
-        return [row for share in TARGETS for row in measure_share(bench, shape, share, peers, rounds=0)]
-    return [row for share in SHARES for row in measure_share(bench, shape, share, peers, rounds=rounds)]
+    for share in TARGETS if has_peers_alone else SHARES:
+        yield from measure_share(bench, shape, share, peers, rounds=0 if has_peers_alone else rounds)
 
 
 def checkpoint_of(bench: Bench, shape: Shape) -> Path:
@@ -128,23 +133,22 @@ def checkpoint_of(bench: Bench, shape: Shape) -> Path:
     if not path.exists():
         bench.tell("making the model")
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(shape.config(), dtype=shape.dtype)  # type: ignore[no-untyped-call]
         model.model.embed_tokens.weight.data.normal_(std=EMBEDDING_STD)
         model.save_pretrained(path)
     return path
 
 
-def measure_share(bench: Bench, shape: Shape, share: float, peers: Sequence[MeasurePeer], *, rounds: int) -> list[Row]:
+def measure_share(bench: Bench, shape: Shape, share: float, peers: Sequence[MeasurePeer], *, rounds: int) -> Iterator[Row]:
     """Measures every work with this share of the experts standing, with each number of threads, by use and as a ring. rounds: of
     each; 0 for peers alone, by use."""
     checkpoint, slots = checkpoint_of(bench, shape), round(share * shape.keys)
     image_bytes = ps.param_schema(
-        {"gate_up": ((2 * shape.inner, shape.hidden), "bfloat16"), "down": ((shape.hidden, shape.inner), "bfloat16")}
+        {"gate_up": ((2 * shape.inner, shape.hidden), shape.dtype), "down": ((shape.hidden, shape.inner), shape.dtype)}
     ).part("param").image_bytes
     budget_bytes = sum(segment_lengths(slots_promising(slots), image_bytes)) + SLACK_BYTES
     budget_bytes -= budget_bytes % -SEGMENT_ALIGNMENT_BYTES
-    memory: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    rows: list[Row] = []
+    memory: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=shape.dtype)
     with (
         serving(bench.directory / "store", host_budget_bytes=budget_bytes) as service,
         bench.raw_file(bench.directory, param_kind(), record_bytes=image_bytes, record_count=RAW_RECORDS) as raw,
@@ -153,7 +157,7 @@ def measure_share(bench: Bench, shape: Shape, share: float, peers: Sequence[Meas
             bench.tell(f"{share:.0%}, {residency}: loading")
             ours = ps.hf.from_pretrained(
                 AutoModelForCausalLM, checkpoint, store=service.store, mode="infer", name="experts", expert_memory=slots,
-                residency=residency, dtype=torch.bfloat16,
+                residency=residency, dtype=shape.dtype,
             )  # fmt: skip
             with ps.hf.namespace(ours):
                 service.wait_until_quiet(bench.clock)
@@ -161,14 +165,15 @@ def measure_share(bench: Bench, shape: Shape, share: float, peers: Sequence[Meas
                 for threads in THREADS:
                     torch.set_num_threads(threads)
                     cells = [Cell(work, share, threads, residency) for work in works_of(share, residency) if rounds]
-                    rows += [row for cell in cells for row in measure_cell(bench, models, cell, rounds=rounds)]
+                    for cell in cells:
+                        yield measure_cell(bench, models, cell, rounds=rounds)
                     if (share, residency) == (HIDDEN_SHARE, RING):
-                        rows += measure_hidden(bench, models, threads, rounds=rounds)
+                        yield from measure_hidden(bench, models, threads, rounds=rounds)
                     if share in TARGETS and residency == AUTO:
                         cell = Cell(PEER_WORK, share, threads)
                         bench.tell(f"{cell.case}: the peers")
-                        rows += [measure_peer(bench, models, checkpoint, cell) for measure_peer in peers]
-    return rows
+                        for measure_peer in peers:
+                            yield measure_peer(bench, models, checkpoint, cell)
 
 
 def works_of(share: float, residency: str) -> tuple[Work, ...]:
@@ -176,11 +181,11 @@ def works_of(share: float, residency: str) -> tuple[Work, ...]:
     return WORKS if residency == AUTO or share == HIDDEN_SHARE else WORKS[:1]
 
 
-def measure_cell(bench: Bench, models: Models, cell: Cell, *, rounds: int) -> list[Row]:
+def measure_cell(bench: Bench, models: Models, cell: Cell, *, rounds: int) -> Row:
     """Measures pairs of one cell."""
     bench.tell(f"{cell.case}: {cell.work.name}")
     pairs = models.pairs(cell, rounds=rounds)
-    return [row_of(cell, pairs, record_bytes=models.raw.record_bytes, facts=models.facts())]
+    return row_of(cell, pairs, record_bytes=models.raw.record_bytes, facts=models.facts())
 
 
 def measure_hidden(bench: Bench, models: Models, threads: int, *, rounds: int) -> list[Row]:
@@ -203,8 +208,8 @@ def measure_accelerate(bench: Bench, models: Models, checkpoint: Path, cell: Cel
             return Answer(*run(peer, cell.work, prompt, between=partial(drop_pages, (folder, checkpoint))))
 
         pairs = [models.beside(decode, cell.work, number) for number in range(PEER_ROUNDS)]
-    for number, (ours, theirs) in enumerate(pairs):
-        check_logits(ours, theirs, what=f"accelerate, round {number}")
+    for ours, theirs in pairs:
+        check_near("accelerate", theirs.logits, ours.logits)
     against = "accelerate's disk_offload of as many layers, the page cache of its files dropped before each token"
     return peer_row_of(
         cell, pairs, peer="accelerate", against=against, record_bytes=models.raw.record_bytes, bound=TARGETS[cell.share]
@@ -219,9 +224,9 @@ def measure_llama(bench: Bench, models: Models, checkpoint: Path, cell: Cell) ->
     kept = round(cell.share * len(models.slots.layers))
     with mapped(file, threads=cell.threads, layers_kept=kept) as peer:
         prompt = prompt_of(PEER_WORK, -1)
-        check_near(run(models.memory, Work(prompt.numel()), prompt)[1], peer.read(prompt))
+        check_near("llama.cpp", peer.read(prompt), run(models.memory, Work(prompt.numel()), prompt)[1])
         pairs = [models.beside(partial(peer.decode, cell.work), cell.work, number) for number in range(PEER_ROUNDS)]
-    against = "llama.cpp on a mapped GGUF in bf16, experts of as many layers kept, pages of the others dropped before each token"
+    against = "llama.cpp on a mapped GGUF, experts of as many layers kept, pages of the others dropped before each token"
     return peer_row_of(cell, pairs, peer="llama.cpp", against=against, record_bytes=models.raw.record_bytes, bound=None)
 
 

@@ -108,23 +108,22 @@ class Run:
             {"gate_up": ((2 * wide.inner, wide.hidden), "bfloat16"), "down": ((wide.hidden, wide.inner), "bfloat16")}
         ).part("param").image_bytes
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> Iterator[Row]:
         """Measures every cell; then those of slow volumes, by what the cells of `SLOW_SHARE` lacked."""
-        rows, slow = list[Row](), list[tuple[Cell, float]]()
+        slow: list[tuple[Cell, float]] = []
         for share in SHARES:
             cells = [Cell(share, batch, threads, note=self.note) for threads in THREADS for batch in BATCHES]
             for cell, made in zip(cells, self.measured(cells), strict=True):
-                rows += made
+                yield from made
                 if share == SLOW_SHARE:
                     parts = made[0].parts
                     lacking_bytes = max(parts["off_read_bytes"], self.image_bytes)
                     slow += [(cell, lacking_bytes / (ratio * parts["memory_s"])) for ratio in LOADS_OF_COMPUTE]
         for cell, bytes_per_s in slow:
-            rows += self.measured([limited(cell, bytes_per_s)])[0]
-        return rows
+            yield from next(self.measured([limited(cell, bytes_per_s)]))
 
-    def measured(self, cells: Sequence[Cell]) -> list[list[Row]]:
-        """Measures cells of one share on one daemon."""
+    def measured(self, cells: Sequence[Cell]) -> Iterator[list[Row]]:
+        """Measures cells of one share on one daemon: the rows of each."""
         shape = self.size.wide
         slots = max(shape.top_k, round(cells[0].share * shape.layers * shape.experts))
         budget_bytes = sum(segment_lengths(slots_promising(slots), self.image_bytes)) + SLACK_BYTES
@@ -138,7 +137,8 @@ class Run:
                 dtype=torch.bfloat16,
             )  # fmt: skip
             service.wait_until_quiet(self.bench.clock)
-            return [self._cell(Beside(ours, service), cell) for cell in cells]
+            for cell in cells:
+                yield self._cell(Beside(ours, service), cell)
 
     def _cell(self, beside: Beside, cell: Cell) -> list[Row]:
         torch.set_num_threads(cell.threads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from paramstore.cli.signals import end_as_interrupt
 from paramstore.errors import ConfigError, ParamStoreError
 
 RESULTS = Path(__file__).parents[1] / "results"
+REST = "what comes after"
+"""Named as left out by the report of a run that was interrupted."""
 
 Tell = Callable[[str], None]
 Draw = Callable[[Report, Path], None]
@@ -80,36 +82,44 @@ class Script:
             return 130
 
     def run(
-        self, arguments: argparse.Namespace, measure: Callable[[Bench], Sequence[Row]], *,
+        self, arguments: argparse.Namespace, measure: Callable[[Bench], Iterable[Row]], *,
         facts: Mapping[str, object] | None = None, left_out: Mapping[str, str] | None = None,
     ) -> int:  # fmt: skip
         """Measures in a temporary folder of `--dir`, which is removed at the end, and reports.
 
         facts: what is said of the run beside the machine. left_out: what was not measured, and why.
         Gives 0 when every target holds, 1 otherwise: the figures are written either way; the code of an error that ended it, and
-        130 after an interrupt.
+        130 after an interrupt, which leaves a report of the rows that were there by then, if any, and says so in it.
         """
+        missing, rows = dict(left_out or {}), list[Row]()
 
         def take(tell: Tell) -> Report:
             date = machine.now()
             with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.dir) as folder:
                 bench = Bench(Plan.quick() if arguments.quick else Plan(), Path(folder), tell=tell)
                 started_s = bench.clock.now_s()
-                rows = list(measure(bench))
+                try:
+                    for row in measure(bench):
+                        rows.append(row)
+                except KeyboardInterrupt:
+                    if not rows:
+                        raise
+                    missing[REST] = "an interrupt"
                 seconds = bench.clock.now_s() - started_s
-            about = {**machine.describe(arguments.dir), **(facts or {}), **({} if left_out is None else {"left_out": left_out})}
+            about = {**machine.describe(arguments.dir), **(facts or {}), **({"left_out": missing} if missing else {})}
             return Report(
                 machine=about, commit=machine.commit(), command=self.command(is_quick=arguments.quick), date=date,
                 seconds=seconds, rows=rows,
             )  # fmt: skip
 
-        return self.report(arguments, take, left_out=left_out)
+        code = self.report(arguments, take, left_out=missing)
+        return 130 if REST in missing else code
 
     def report(
         self, arguments: argparse.Namespace, take: Callable[[Tell], Report], *, left_out: Mapping[str, str] | None = None
     ) -> int:
         """Writes and prints the report that `take` makes; gives what `run` gives."""
-        return self.carry_out(lambda: self._report(arguments, take, left_out or {}))
+        return self.carry_out(lambda: self._report(arguments, take, {} if left_out is None else left_out))
 
     def _report(self, arguments: argparse.Namespace, take: Callable[[Tell], Report], left_out: Mapping[str, str]) -> int:
         progress, file = Console(stderr=True), self.file(arguments)

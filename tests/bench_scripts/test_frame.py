@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,20 @@ def test_what_ends_a_bench_is_its_exit_code_and_writes_no_report(
     assert script.run(script.parser().parse_args(["--dir", str(tmp_path), "--out", str(tmp_path / "r.json")]), measure) == code
     assert capsys.readouterr().err.endswith(said)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_leaves_a_report_of_the_rows_before_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script("works", None)
+
+    def measure(bench: Bench) -> Iterator[Row]:
+        yield row(0.5)
+        raise KeyboardInterrupt
+
+    out = tmp_path / "r.json"
+    assert script.run(script.parser().parse_args(["--dir", str(tmp_path), "--out", str(out)]), measure) == 130
+    report = decode(out.read_bytes())
+    assert ([found.value for found in report.rows], report.machine["left_out"]) == ([0.5], {"what comes after": "an interrupt"})
+    assert "left out: what comes after: an interrupt" in capsys.readouterr().err
 
 
 def test_only_a_bench_that_knows_a_quick_run_has_the_option(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoModelForCausalLM
 
 TARGETS = {0.5: 10.0, 0.25: 6.0}
@@ -24,7 +23,7 @@ def offloaded(checkpoint: Path, folder: Path, *, layers: int, share: float) -> A
     kept = round(share * layers)
     places = dict.fromkeys(ALWAYS_IN_MEMORY, "cpu")
     places |= {f"model.layers.{layer}": "cpu" if layer < kept else "disk" for layer in range(layers)}
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, device_map=places, offload_folder=folder)
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", device_map=places, offload_folder=folder)
 
 
 def drop_pages(folders: Iterable[Path]) -> None:

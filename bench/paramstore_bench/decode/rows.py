@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from torch import Tensor
+from torch.nn import functional
 
 from paramstore.bench.report.rows import SUBJECT, Row, Target, judged
 from paramstore.errors import StepMismatch
@@ -23,6 +24,8 @@ SHARES = (1.0, 0.5, 0.25, 0.1)
 AUTO, RING = "auto", "ring"
 RESIDENT_TARGETS = {(DECODE, 1): 0.95, (DECODE, 2): 0.90}
 """Asked share of the speed in memory where everything is resident, by work and threads. Prefill: `PREFILL_TARGET`."""
+LEAST_COSINE = 0.98
+"""Between a peer's logits and those of the model in memory: its kernels round elsewhere, in fp32 for where its weights lie too."""
 PREFILL_TARGET = 0.85
 ROOFLINE_TARGET = 0.85
 """Asked share of the limit's speed where not everything is resident."""
@@ -119,6 +122,13 @@ def check_logits(ours: Answer, memory: Answer, *, what: str) -> None:
     """Raises StepMismatch where one bit of the logits differs."""
     if not ours.logits.equal(memory.logits):
         raise StepMismatch(f"{what}: the logits are not those of the model in memory")
+
+
+def check_near(peer: str, found: Tensor, expected: Tensor) -> None:
+    """Raises StepMismatch where a peer's logits are not those of the model, but for rounding."""
+    cosine = float(functional.cosine_similarity(expected.flatten().float(), found.flatten().float(), dim=0))
+    if cosine < LEAST_COSINE:
+        raise StepMismatch(f"{peer} computes another model: its logits have a cosine of {cosine:.3f} to the model's")
 
 
 def row_of(cell: Cell, pairs: Sequence[PairedAnswer], *, record_bytes: int, facts: dict[str, float]) -> Row:

@@ -13,9 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from paramstore.bench.report import machine
-from paramstore.errors import StepMismatch
-from paramstore_bench.decode.llama_peer import check_near, drop_mapped, mapped, mappings_of, missing_reason, write_gguf
-from paramstore_bench.decode.rows import Work
+from paramstore_bench.decode.llama_peer import drop_mapped, mapped, mappings_of, missing_reason, write_gguf
+from paramstore_bench.decode.rows import Work, check_near
 from paramstore_bench.decode.runs import run
 
 PAGE, MIB = mmap.PAGESIZE, 1 << 20
@@ -57,12 +56,6 @@ def test_a_package_that_is_not_there_is_the_reason(monkeypatch: pytest.MonkeyPat
     assert missing_reason().startswith("llama_cpp_python cannot be imported: ")
 
 
-def test_logits_of_another_model_are_refused() -> None:
-    check_near(torch.ones(2), torch.tensor([1.0, 0.99]))
-    with pytest.raises(StepMismatch, match=r"cosine of 0\.707"):
-        check_near(torch.ones(2), torch.tensor([1.0, 0.0]))
-
-
 @pytest.mark.slow
 def test_it_computes_the_logits_of_the_model_but_for_rounding(tmp_path: Path) -> None:
     if reason := missing_reason():
@@ -74,5 +67,5 @@ def test_it_computes_the_logits_of_the_model_but_for_rounding(tmp_path: Path) ->
     with mapped(file, threads=1, layers_kept=2) as peer:
         for _ in range(2):
             found = peer.decode(work, prompt)
-            check_near(run(model, Work(16), prompt)[1], peer.read(prompt))
+            check_near("llama.cpp", peer.read(prompt), run(model, Work(16), prompt)[1])
     assert (found.seconds > 0, found.logits.shape) == (True, (4, 512))

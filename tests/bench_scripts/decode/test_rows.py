@@ -14,6 +14,7 @@ from paramstore_bench.decode.rows import (
     Used,
     Work,
     check_logits,
+    check_near,
     count_rows_of,
     peer_row_of,
     row_of,
@@ -84,3 +85,9 @@ def test_beside_a_peer_the_figure_is_how_many_times_its_speed() -> None:
     assert (row.name, row.against) == ("decode beside another", "its best")
     assert peer_row_of(cell, pairs, peer="another", against="", record_bytes=8, bound=16.0).holds is False
     assert peer_row_of(cell, pairs, peer="another", against="", record_bytes=8, bound=None).holds is None
+
+
+def test_logits_of_another_model_are_refused() -> None:
+    check_near("peer", torch.tensor([1.0, 0.99]), torch.ones(2))
+    with pytest.raises(StepMismatch, match=r"peer computes another model: .* cosine of 0\.707"):
+        check_near("peer", torch.tensor([1.0, 0.0]), torch.ones(2))
