@@ -71,6 +71,8 @@ class ModelExperts:
         self.speculates = speculates
         self.is_between_steps = False
         """Whether dense weights and experts may be of two steps: nothing is computed with them then."""
+        self.is_shared = False
+        """Whether the model was copied: the copy has dense weights of its own, which stay where these move."""
         self._is_ring = is_ring
 
     def after_forward(
@@ -253,6 +255,8 @@ class LayerExperts(Unpicklable):
         return LayerCall(supply, self._model.passes, compute, anchor=self._anchor).run(inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerExperts:
+        """Returns itself: a copy of a model shares the experts."""
+        self._model.is_shared = True
         return self
 
 
