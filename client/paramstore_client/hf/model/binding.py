@@ -235,6 +235,9 @@ class LayerExperts(Unpicklable):
     def run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
         """Runs a container's own forward on its arguments. Experts are leased one at a time, as it asks for them."""
         self._check_step()
+        return self._model.under_way.compute(lambda: self._run_container(container, forward, arguments))
+
+    def _run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
         keys: list[ExpertKey] = []  # those that forward asks for, in its order
         position_of: dict[int, int] = {}
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
