@@ -6,10 +6,12 @@ MODEL is a checkpoint of transformers; without it a small random one is made, wh
 TEXT, and commits each step with its dense weights: experts and dense part are of one step. This one streams answers meanwhile, and
 asks before each token whether there is a newer step. Where it has moved it reads the text so far anew, so that a token is of one
 step alone. In the end every token is made once more by a model in memory, with the weights of the token's step, which a snapshot
-has kept, and compared. The same command again trains on. Ctrl-C ends both. The daemon stays: `paramstore stop RUN/store`.
+has kept, and compared. The same command again trains on. Ctrl-C or SIGTERM ends both. The daemon stays: `paramstore stop
+RUN/store`.
 """
 
 import argparse
+import signal
 import subprocess
 import sys
 from inspect import signature
@@ -166,6 +168,8 @@ if __name__ == "__main__":
     parser.add_argument("--host-budget", default="8MiB", help="of the daemon, for both processes")
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if not arguments.train:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the trainer too
     try:
         (train if arguments.train else main)(arguments)
     except KeyboardInterrupt:

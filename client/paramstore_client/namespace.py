@@ -180,17 +180,22 @@ class Namespace(Updates, Residency, Steps):
             step = whole_number("step", step)
             newest = self.steps()[-1:]  # a rollback may have been since; asked before anything moves
         is_counted = self._connection.minor >= messages.STEPS_MINOR
+
+        def moved(answer: object) -> Refreshed:
+            there = Refreshed.counted(answer) if is_counted else Refreshed.uncounted(answer)
+            if self.mode == "read":
+                self._view_step = int(there)
+            self._committed_step = int(there) if step is None else max([*newest, int(there)])
+            return there
+
         message = messages.Refresh(self._next_id(), self._handle, is_counted, step)
         try:
-            ticket = self._send(message, "refresh", Refreshed.counted if is_counted else Refreshed.uncounted)
+            # Whoever reads the answer notes it: an interrupt of the wait leaves that to the next call.
+            ticket = self._send(message, "refresh", moved)
             self._count_view_change()  # the view moves when the daemon reads this, and the answer waits for the counting
-            moved = ticket.wait()
+            return ticket.wait()
         finally:
             self._count_view_change()
-        if self.mode == "read":
-            self._view_step = int(moved)
-        self._committed_step = int(moved) if step is None else max([*newest, int(moved)])
-        return moved
 
     # --- other handles on it ---
 

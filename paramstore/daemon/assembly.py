@@ -22,6 +22,7 @@ from paramstore.daemon.volume_places import (
     adopt_new_volumes,
     check_adds_nothing,
     check_all_unclaimed,
+    check_new_places,
     check_volume_size,
     open_volumes,
 )
@@ -92,11 +93,14 @@ class HostMemory:
 
 def take_lock(config: Config) -> StoreLock:
     """Makes the store directory if need be, but not its parent, and locks it. Raises StoreLocked, ConfigError, CatalogError if its
-    disk refuses."""
+    disk refuses, and VolumeError where a new store cannot have its volumes; then nothing was made."""
     check_volume_size(config)
     check_parent("dir", config.dir)
     if is_missing(config.dir / CATALOG_NAME):
         check_adds_nothing(config)
+        check_new_places(config)
+    if is_missing(config.dir):
+        check_all_unclaimed(config)  # a store has its lock before it looks
     try:
         config.dir.mkdir(exist_ok=True, mode=0o700)
     except (FileExistsError, NotADirectoryError) as error:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from paramstore.config import PMEM_PREFIX, Config, volume_directory
-from paramstore.directories import check_parent
+from paramstore.directories import check_parent, is_missing
 from paramstore.engine.capacity.entitlements import GROWTH_ALIGNMENT_BYTES, SMALLEST_BYTES
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
 from paramstore.storage.catalog.base import Catalog, Change, Contents, VolumeRow
@@ -48,11 +48,18 @@ def check_adds_nothing(config: Config) -> None:
         )
 
 
+def check_new_places(config: Config) -> None:
+    """Checks, where there is no store, that its volumes can be made where they are to lie. Raises ConfigError, VolumeError."""
+    for index, path in enumerate(config.volume_paths):
+        if volume_directory(path).absolute().parent != config.dir.absolute():  # that is made first
+            _check_place(index, path)
+
+
 def open_volumes(config: Config, contents: Contents) -> dict[int, Volume]:
     """Opens the volumes, by index, and makes the new ones, for `adopt_new_volumes`. Raises VolumeError, ConfigError."""
     places = _places(config, contents)
     for index in places.keys() - contents.volumes.keys():
-        check_parent(f"volume {index}", volume_directory(places[index]))
+        _check_place(index, places[index])
     volumes: dict[int, Volume] = {}
     try:
         for index, path in sorted(places.items()):
@@ -92,6 +99,17 @@ def _places(config: Config, contents: Contents) -> dict[int, Path]:
         if config.adds(path):
             logger.info("volume %d in %s is the store's already: nothing is added", index, path)
     return found | dict(enumerate(others, start=1 + max(found)))
+
+
+def _check_place(index: int, path: Path) -> None:
+    """Checks that a volume can be made in a directory, or that directory first. Raises ConfigError, VolumeError."""
+    directory = volume_directory(path)
+    check_parent(f"volume {index}", directory)
+    place = directory.absolute().parent if is_missing(directory) else directory
+    if not place.is_dir():
+        raise VolumeError(f"volume {index}: cannot create it in {directory}: {place} is no directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise VolumeError(f"volume {index}: cannot create it in {directory}: {place} cannot be written")
 
 
 def _place_of(row: VolumeRow, config: Config) -> Path | None:

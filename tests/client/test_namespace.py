@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from itertools import count
 
 import msgspec
 import numpy
@@ -13,10 +14,13 @@ import paramstore_client as ps
 from paramstore.wire import messages as m
 from paramstore.wire.codec import LENGTH, encode
 from paramstore_client.namespace import close_when_dropped
+from paramstore_testkit.interrupts import InterruptAtPoint
 from paramstore_testkit.wire.fake_daemon import STORE_UUID, FakeDaemon, FakeSession
 
 Gradient = Callable[[float], dict[str, torch.Tensor]]
 KEYS = [(0, 0), (1, 1)]
+REFRESH = "paramstore_client/namespace.py", "handle/base.py", "handle/steps.py", "connection/ticket.py", "/shared_socket.py"
+"""Code in which a refresh is interrupted."""
 
 
 def test_handle_says_what_was_opened(namespace: ps.Namespace) -> None:
@@ -265,6 +269,25 @@ def test_reader_moves_by_refresh_only(store: ps.Store, namespace: ps.Namespace) 
     assert (reader.view_step, reader.committed_step) == (1, 1)
     assert reader.refresh() == 2
     assert (reader.view_step, reader.committed_step) == (2, 2)
+
+
+@pytest.mark.slow
+def test_a_refresh_that_is_interrupted_anywhere_leaves_no_step_that_the_daemon_has_moved_from(
+    daemon: FakeDaemon, namespace: ps.Namespace
+) -> None:
+    namespace.commit(0).wait()
+    for point in count(1):
+        sent_count = len(daemon.requests(m.Refresh))
+        with namespace.reader() as reader:
+            namespace.commit(point).wait()
+            with InterruptAtPoint(point, REFRESH) as interrupt:
+                reader.refresh()
+            reader.prefetch(KEYS).wait()  # takes in what the daemon has said so far
+            step = point if len(daemon.requests(m.Refresh)) > sent_count else point - 1
+            assert (reader.view_step, reader.committed_step) == (step, step), interrupt.place
+        if not interrupt.is_raised:
+            break
+    assert point > 20
 
 
 def test_close_ends_the_handle_and_its_leases(daemon: FakeDaemon, namespace: ps.Namespace) -> None:

@@ -82,7 +82,21 @@ def test_a_directory_without_its_parent_is_refused_and_nothing_is_made(tmp_path:
     for settings in (config(tmp_path / "typo" / "store"), config(tmp_path, volumes=(tmp_path / "a", tmp_path / "typo" / "b"))):
         with pytest.raises(ConfigError, match=f"there is no directory {tmp_path}/typo; the nearest one is {tmp_path}:"):
             opens(settings)
-        assert {path.name for path in tmp_path.iterdir()} <= {"lock", "catalog"}
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wrong", ["typo/b", "file", "file/b", "foreign", "closed"])
+def test_a_new_store_whose_volume_cannot_be_made_leaves_nothing(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir()
+    opens(config(tmp_path / "other", volumes=(tmp_path / "foreign",)))
+    may, before = os.access, sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "closed" and may(path, mode))  # root may all
+    with pytest.raises((ConfigError, VolumeError), match=f"volume [01].*{tmp_path / wrong}"):
+        opens(config(tmp_path / "store", volumes=(tmp_path / "a", tmp_path / wrong)))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_the_same_directory_is_the_same_store(tmp_path: Path) -> None:

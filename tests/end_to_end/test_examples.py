@@ -50,8 +50,10 @@ def run_example(folder: Path, example: Path = EXAMPLE, *arguments: str) -> subpr
     )  # fmt: skip
 
 
-def interrupt_example(folder: Path, example: Path, *, at: str, arguments: Sequence[str] = ()) -> tuple[int, str]:
-    """Sends Ctrl-C to an example once it has printed `at`; gives its exit code and what it wrote to stderr."""
+def interrupt_example(
+    folder: Path, example: Path, *, at: str, arguments: Sequence[str] = (), number: signal.Signals = signal.SIGINT
+) -> tuple[int, str]:
+    """Sends Ctrl-C, or another signal, to an example once it has printed `at`; gives its exit code and what it wrote to stderr."""
     with (folder / "stderr").open("w+") as errors, subprocess.Popen(
         [sys.executable, str(example), *arguments], cwd=folder, env=surroundings(), stdout=subprocess.PIPE, stderr=errors
     ) as process:
@@ -60,7 +62,7 @@ def interrupt_example(folder: Path, example: Path, *, at: str, arguments: Sequen
         while at.encode() not in said:
             said += (piece := os.read(process.stdout.fileno(), 4096))
             assert piece, f"it ended before:\n{said.decode()}\n{(folder / 'stderr').read_text()}"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         process.stdout.read()
         code = process.wait(END_TIMEOUT_S)
         errors.seek(0)
@@ -181,14 +183,15 @@ def test_decoding_through_a_buffer_gives_the_tokens_of_memory_counts_what_moved_
 
 
 @pytest.mark.slow
-def test_a_model_that_is_trained_is_served_at_whole_steps_and_both_end_at_ctrl_c(folder: Path) -> None:
+def test_a_model_that_is_trained_is_served_at_whole_steps_and_both_end_at_a_signal(folder: Path) -> None:
     example, directory = ROOT / "examples" / "train_and_serve.py", folder / "train-and-serve-run" / "store"
     try:
-        code, errors = interrupt_example(folder, example, at="[step 2]", arguments=("--steps", "1000"))
-        assert (code, "Traceback" in errors) == (130, False), errors
+        for number in (signal.SIGINT, signal.SIGTERM):
+            code, errors = interrupt_example(folder, example, at="[step ", arguments=("--steps", "1000"), number=number)
+            assert (code, "Traceback" in errors) == (128 + number, False), errors
+            assert not runs_in(folder, "--train"), "the trainer is gone"
         with ps.connect(directory) as store:
             (entry,) = store.namespaces()
-        assert not runs_in(folder, "--train"), "the trainer is gone"
         done = run_example(folder, example)
     finally:
         end_daemon(directory)

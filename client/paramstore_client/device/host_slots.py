@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -29,7 +29,7 @@ from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
 from paramstore_client import this_process
 from paramstore_client.device.loads_ahead import LoadsAhead, NothingAhead
 from paramstore_client.device.loans import Loans, slots_within
-from paramstore_client.device.standing_lease import StandingLease
+from paramstore_client.device.standing_lease import LeaseEnd, StandingLease
 from paramstore_client.handle.base import plain_keys
 from paramstore_client.source import ExpertSource, HostSource, HostTicket, LeaseTicket, WeightLease
 
@@ -70,10 +70,8 @@ class HostSlots:
         self._plan = self._fresh_plan()
         self._leases: dict[Held, WeightLease] = {}
         self._arriving: dict[Held, LeaseTicket] = {}
-        self._visits: set[SlotVisit] = set()
+        self._visits: dict[SlotVisit, LeaseEnd] = {}
         """Those under way."""
-        self._abandoned: deque[tuple[SlotPlan, SlotVisit]] = deque()
-        """Those whose lease was dropped without a release: the collector runs anywhere, also under the lock."""
         self._ahead = LoadsAhead(namespace, lambda held: held in self._leases or held in self._arriving)
         self._view = namespace.view_change_count
         self._touched: dict[ExpertKey, None] = {}
@@ -118,13 +116,9 @@ class HostSlots:
             self._is_deciding = False
             return lease
 
-    def begin_visit(self, visit: SlotVisit) -> None:
-        """Notes that the visit has an owner, who ends it. Called under the lock."""
-        self._visits.add(visit)
-
-    def is_under_way(self, visit: SlotVisit) -> bool:
-        """Whether the visit has an owner, and was not ended."""
-        return visit in self._visits
+    def begin_visit(self, visit: SlotVisit, end: LeaseEnd) -> None:
+        """Notes that the visit has an owner, who ends it, unless it is gone before. Called under the lock."""
+        self._visits[visit] = end
 
     def end_visit(self, plan: SlotPlan, visit: SlotVisit) -> None:
         """Ends the visit of a StandingLease. Does nothing a second time, or in a forked child, where the lock may be held."""
@@ -138,10 +132,6 @@ class HostSlots:
             self._is_deciding = False
         if not self.may_stand:
             self.give_back()
-
-    def abandon(self, plan: SlotPlan, visit: SlotVisit) -> None:
-        """Has the visit of a lease that nobody has any more ended when the next one begins. Takes no lock."""
-        self._abandoned.append((plan, visit))
 
     def have_come(self, asked: Sequence[Held]) -> list[Held]:
         """Those whose leases have an outcome. Where none has, as far as was heard, listens once: that is a call to the socket."""
@@ -279,16 +269,16 @@ class HostSlots:
         if self._is_deciding:
             self._start_over()
         self._is_deciding = True
-        while self._abandoned:
-            self._end(*self._abandoned[0])
-            self._abandoned.popleft()  # an interrupt before it ends the visit again, which does nothing
+        for visit, end in [*self._visits.items()]:
+            if end.is_due():
+                self._end(end.plan, visit)
         if self.loans.count > self.loans.word[0]:
             self.loans.settle(self._plan, self._release_gone)
 
     def _end(self, plan: SlotPlan, visit: SlotVisit) -> None:
         if plan.end_visit(visit):
             self._release_gone()
-        self._visits.discard(visit)
+        self._visits.pop(visit, None)
         if self.loans.count > self.loans.word[0]:  # what the visit used can be given back now
             self.loans.settle(self._plan, self._release_gone)
 
@@ -300,7 +290,7 @@ class HostSlots:
             held.users = users[held]
         for held in self._plan.held:
             held.is_gone = True  # to the old plan's visits too
-        self._visits = {visit for visit in self._visits if not visit.is_over}
+        self._visits = {visit: end for visit, end in self._visits.items() if not visit.is_over}
         self.loans.end()
         self._plan = self._fresh_plan()
         self._ahead.forget()

@@ -1,8 +1,12 @@
-"""The lease of one visit of slots on the host: it ends the visit, and the leases below it stand."""
+"""The lease of one visit of slots on the host: it ends the visit, and the leases below it stand.
+
+Where it is dropped no code of Python runs, in which an interrupt would be lost: who owns the visits looks which leases are gone.
+"""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
@@ -22,20 +26,12 @@ _log = logging.getLogger(__name__)
 class VisitOwner(Protocol):
     """Who decides visits, and has the leases that stand: `HostSlots`."""
 
-    def begin_visit(self, visit: SlotVisit) -> None:
-        """Notes that the visit has an owner, who ends it."""
-        ...
-
-    def is_under_way(self, visit: SlotVisit) -> bool:
-        """Whether the visit has an owner, and was not ended."""
+    def begin_visit(self, visit: SlotVisit, end: LeaseEnd) -> None:
+        """Notes that the visit has an owner, who ends it, unless it is gone before."""
         ...
 
     def end_visit(self, plan: SlotPlan, visit: SlotVisit) -> None:
         """Ends a visit; a second call does nothing."""
-        ...
-
-    def abandon(self, plan: SlotPlan, visit: SlotVisit) -> None:
-        """Has the visit of a lease that nobody has any more ended when the next one begins. Takes no lock."""
         ...
 
     def lease_of(self, held: Held) -> WeightLease:
@@ -55,11 +51,29 @@ class VisitOwner(Protocol):
         ...
 
 
+class LeaseEnd(weakref.ref["StandingLease"]):
+    """Outlives a lease, and says whether its visit is to be ended without it."""
+
+    plan: SlotPlan
+    has_views = False
+    """Whether tensors were handed out, and the lease was not released."""
+    is_told = False
+    """Whether it was logged that slots stay taken."""
+
+    def is_due(self) -> bool:
+        """Whether nobody has the lease, nor its tensors. These may live on without it: giving their slots away would change their
+        bytes under the caller's hands."""
+        if self() is None and self.has_views and not self.is_told:
+            _log.warning("a lease was dropped without release(): its slots stay taken")
+            self.is_told = True
+        return self() is None and not self.has_views
+
+
 class StandingLease(VisitLease):
     """The right to the bytes of one visit's keys. Its release ends the visit; the leases below stand. Asking for a key whose bytes
     are on their way waits for them."""
 
-    __slots__ = ("__weakref__", "_has_views", "_owner", "_plan")
+    __slots__ = ("__weakref__", "_end", "_owner", "_plan")
 
     def __init__(
         self, owner: VisitOwner, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None = None
@@ -67,11 +81,12 @@ class StandingLease(VisitLease):
         self._owner = owner
         self._plan = plan
         super().__init__(visit, view=view, timeout_s=timeout_s)
-        self._has_views = False
-        owner.begin_visit(visit)  # last: from here on its end is this object's affair
+        self._end = LeaseEnd(self)
+        self._end.plan = plan
+        owner.begin_visit(visit, self._end)  # last: from here on its end is this object's affair
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
-        self._has_views = True
+        self._end.has_views = True
         return self._owner.lease_of(self._held(key))[key]
 
     def in_turn(self) -> Iterator[ExpertKey]:
@@ -107,7 +122,7 @@ class StandingLease(VisitLease):
             self._owner.lease_of(held)
 
     def release(self) -> None:
-        self._has_views = False  # nobody uses them any more: cut off here, the visit is abandoned with this object
+        self._end.has_views = False  # nobody uses them any more: cut off here, the visit is abandoned with this object
         self._owner.end_visit(self._plan, self._visit)
 
     def _let_in(self, due: ExpertKey | None = None) -> None:
@@ -115,12 +130,3 @@ class StandingLease(VisitLease):
 
     def _let_out(self, held: Held) -> None:
         self._owner.let_out(self._plan, self._visit, held)
-
-    def __del__(self) -> None:
-        if getattr(self, "_visit", None) is None or self._visit.is_over or not self._owner.is_under_way(self._visit):
-            return
-        if self._has_views:
-            # Its tensors may live on: giving the slots away would change their bytes under the caller's hands.
-            _log.warning("a lease of %d keys was dropped without release(): its slots stay taken", len(self._visit.held))
-        else:
-            self._owner.abandon(self._plan, self._visit)

@@ -35,9 +35,9 @@ def follow(model: nn.Module, *, directory: str | os.PathLike[str] | None = None)
     that computes, between two forwards: one on another thread meanwhile would mix two steps. With `generate_batch`, which computes
     on a thread of its own, use `following`. A key/value cache from before stays, computed with older weights.
 
-    Raises ConfigError for a model that is not served, StoreUnavailable, VersionMismatch with a daemon before protocol 1.6, and
-    CheckpointError where the file goes bad while it is loaded. After that, and after an interrupt in between, the model's forwards
-    raise StepMismatch until it was followed again.
+    Raises ConfigError for a model that is not served, or was copied (the copy shares its experts), StoreUnavailable,
+    VersionMismatch with a daemon before protocol 1.6, and CheckpointError where the file goes bad while it is loaded. After that,
+    and after an interrupt in between, the model's forwards raise StepMismatch until it was followed again.
     """
     return _mover(model, directory).move()
 

@@ -123,6 +123,19 @@ def test_a_model_moves_to_the_newest_step_as_a_whole_and_in_place(job: Job) -> N
     assert {name: tensor.data_ptr() for name, tensor in dense_tensors(served).items()} == places
 
 
+def test_a_model_that_was_copied_and_its_copy_stay_at_their_step(job: Job) -> None:
+    job.commit()
+    served = job.serve()
+    again = copy.deepcopy(served)
+    with torch.no_grad():
+        expected = served(tokens()).logits
+        job.commit()
+        for model in (served, again):
+            with pytest.raises(ConfigError, match="was copied"):
+                ps.hf.follow(model)
+            assert torch.equal(model(tokens()).logits, expected)
+
+
 def test_experts_in_device_slots_follow_and_what_has_not_changed_is_not_copied_again(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

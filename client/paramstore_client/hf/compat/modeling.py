@@ -12,6 +12,7 @@
 | `auto_factory._get_model_class` | internal, called by AutoModel | 5.7 - 5.24 |
 | `PreTrainedModel._optimize_model_for_decode` | internal; a context around decoding | 5.24 |
 | `DynamicCache(config=).layers`, `.sliding_window` of a layer | de facto | 5.24 |
+| what attention with latents gives to the cache: them, and before that the keys and values of all heads | de facto | 5.24; 5.7 |
 | `TrainerCallback`, `TrainerState.stateful_callbacks`, `.best_model_checkpoint`, `trainer_state.json` | documented | 5.24 |
 """
 
@@ -30,6 +31,8 @@ from torch import Tensor, nn
 from paramstore.errors import ConfigError, UnsupportedModel
 
 FLOOR = (5, 7)
+LATENTS_SINCE = (5, 24)
+"""The version from which on a cache is known to hold latents."""
 KERNELS = ("eager", "grouped_mm", "batched_mm")
 """The experts functions of transformers that run on compact weights."""
 DTYPE_OPTIONS = ("dtype", "torch_dtype")
@@ -49,8 +52,7 @@ def transformers() -> Any:
         package = importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError("paramstore.hf needs transformers, 5.7 or newer: pip install transformers") from error
-    found = tuple(int(number) for number in re.findall(r"\d+", package.__version__)[:2])
-    if found < FLOOR:
+    if _numbers(package) < FLOOR:
         raise ConfigError(
             f"paramstore needs transformers>={FLOOR[0]}.{FLOOR[1]}, found {package.__version__}: older ones take no experts "
             "function of others"
@@ -72,7 +74,7 @@ def experts_function(name: str) -> ExpertsFunction:
 
 def asks_for_addresses() -> bool:
     """Whether transformers' grouped_mm on the CPU asks a weight for its address: for kernels of a torch up to 2.10."""
-    return tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) <= (2, 10)
+    return _numbers(torch) <= (2, 10)
 
 
 def is_experts_module(module: nn.Module) -> bool:
@@ -180,6 +182,11 @@ def attention_windows(config: Any) -> list[int | None]:
     return windows + [None] * (config.num_hidden_layers - len(windows))
 
 
+def caches_latents() -> bool:
+    """Whether attention with latents keeps these in its cache, and not the keys and values that it makes of them."""
+    return _numbers(transformers()) >= LATENTS_SINCE
+
+
 @contextmanager
 def fixed_kernel(model: Any) -> Iterator[None]:
     """Within it, `generate` of an unmodified model keeps the experts kernel that the model has. By itself it decodes with
@@ -195,3 +202,8 @@ def on_meta(model_class: Any, config: Any) -> Any:
     """The model of `config` with every tensor on meta, without any memory."""
     with torch.device("meta"):
         return model_class(config)
+
+
+def _numbers(package: Any) -> tuple[int, ...]:
+    """The first two numbers of a package's version."""
+    return tuple(int(number) for number in re.findall(r"\d+", package.__version__)[:2])

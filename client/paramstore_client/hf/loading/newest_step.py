@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch import nn
 
-from paramstore.errors import CheckpointError, SchemaMismatch, StepDropped, VersionMismatch, WaitTimeout
+from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, StepDropped, VersionMismatch, WaitTimeout
 from paramstore_client.handle.dense_part import DensePart
 from paramstore_client.handle.origin import Origin
 from paramstore_client.handle.steps import Refreshed
@@ -63,6 +63,11 @@ class Mover:
 
     def move(self) -> Followed:
         """Does what `ps.hf.follow` does."""
+        if self._stored.is_shared:
+            raise ConfigError(
+                "follow: this model was copied, and the copy shares its experts: moving them would leave dense weights of another "
+                "step to one of the two. Load each model that is to follow with from_pretrained"
+            )
         namespace, moved_to = self.namespace, self.model.__dict__.get(MARK)
         if moved_to == namespace.view_change_count and not self._stored.is_between_steps and self._is_newest():
             return Followed(namespace.view_step)

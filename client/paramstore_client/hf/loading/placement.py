@@ -103,12 +103,15 @@ def device_of_experts(model: nn.Module, layout: ExpertLayout) -> torch.device:
 
 
 def cache_bytes(config: Any, shape: CacheShape, *, itemsize: int) -> int:
-    """Bytes of a KV cache of that shape, as transformers 5.24 allocates it: latent attention keeps its latents, a sliding window
-    its tokens. A layer of another kind, as linear attention, counts as one of attention, which is more but for a few tokens."""
+    """Bytes of a KV cache of that shape, as the installed transformers allocates it: latent attention keeps its latents, or what
+    all heads make of them, a sliding window its tokens. A layer of another kind, as linear attention, counts as one of attention,
+    which is more but for a few tokens."""
     sequences, tokens = shape
     text = config.get_text_config(decoder=True)
     if latent := getattr(text, "kv_lora_rank", None):
         elements = latent + text.qk_rope_head_dim
+        if not modeling.caches_latents():
+            elements = text.num_attention_heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
     else:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         elements = 2 * heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)

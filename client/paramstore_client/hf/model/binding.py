@@ -71,6 +71,8 @@ class ModelExperts:
         self.speculates = speculates
         self.is_between_steps = False
         """Whether dense weights and experts may be of two steps: nothing is computed with them then."""
+        self.is_shared = False
+        """Whether the model was copied: the copy has dense weights of its own, which stay where these move."""
         self._is_ring = is_ring
 
     def after_forward(
@@ -233,6 +235,9 @@ class LayerExperts(Unpicklable):
     def run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
         """Runs a container's own forward on its arguments. Experts are leased one at a time, as it asks for them."""
         self._check_step()
+        return self._model.under_way.compute(lambda: self._run_container(container, forward, arguments))
+
+    def _run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
         keys: list[ExpertKey] = []  # those that forward asks for, in its order
         position_of: dict[int, int] = {}
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
@@ -253,6 +258,8 @@ class LayerExperts(Unpicklable):
         return LayerCall(supply, self._model.passes, compute, anchor=self._anchor).run(inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerExperts:
+        """Returns itself: a copy of a model shares the experts."""
+        self._model.is_shared = True
         return self
 
 

@@ -1,7 +1,7 @@
 """Serves older models that keep one module per expert in a container (Switch Transformers, NLLB-MoE).
 
-The container's own forward runs, with a view of it whose experts are called with leased weights: for the length of the call
-they stand as plain attributes where the expert's parameters were, on meta tensors before and after.
+The container's own forward runs, with a view of it whose experts are called with leased weights: in a shallow copy of the expert's
+modules, made for the call, they stand as plain attributes where its parameters were. In the expert itself meta tensors do.
 A field is named by its path in the expert: `wi.weight`.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -79,8 +78,7 @@ class ContainerView:
         expert = self._container.get_submodule(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with _filled(expert, self._weights_of(index)):
-                return expert(*args, **kwargs)
+            return _filled(expert, self._weights_of(index))(*args, **kwargs)
 
         return call
 
@@ -91,18 +89,19 @@ class ContainerView:
         return iter(self._container._modules)
 
 
-@contextmanager
-def _filled(expert: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    before: list[tuple[nn.Module, str, Tensor]] = []
-    try:
-        for field, path, leaf in map(_split, weights):
-            module = expert.get_submodule(path)
-            before.append((module, leaf, module.__dict__[leaf]))
-            module.__dict__[leaf] = weights[field]
-        yield
-    finally:
-        for module, leaf, meta in before:
-            module.__dict__[leaf] = meta
+def _filled(expert: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of an expert's modules that has `weights`, and shares all else: other threads compute with other copies."""
+    filled = _shallow(expert)
+    for field, path, leaf in map(_split, weights):
+        filled.get_submodule(path).__dict__[leaf] = weights[field]
+    return filled
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    again: nn.Module = module.__new__(type(module))
+    children = {name: child and _shallow(child) for name, child in module._modules.items()}
+    again.__dict__.update(module.__dict__, _modules=children)
+    return again
 
 
 def _split(field: str) -> tuple[str, str, str]:

@@ -65,6 +65,13 @@ def test_cache_is_as_large_as_transformers_makes_it(family: str, length: int) ->
     assert expected - one_token <= held_bytes(grown) <= expected, "a growing window keeps a token less"
 
 
+def test_latents_are_cached_as_all_heads_keys_and_values_before_transformers_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("deepseek_v3")
+    monkeypatch.setattr(modeling, "caches_latents", lambda: False)
+    per_token = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    assert cache_bytes(config, (3, 5), itemsize=4) == config.num_hidden_layers * 3 * 5 * per_token * 4
+
+
 def test_cache_of_other_layers_is_not_taken_for_less_than_attention() -> None:
     config = tiny_config("qwen3_next")
     assert cache_bytes(config, (1, 8), itemsize=2) == 2 * 2 * 2 * 8 * 8 * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,9 +35,9 @@ def config_of(family: str, **changes: Any) -> Any:
     return modeling.transformers().AutoConfig.for_model(family, **{**options, **changes})
 
 
-def twin_of(family: str, **changes: Any) -> Twin:
+def twin_of(family: str, *, lease_slots: int = 2, is_trained: bool = True) -> Twin:
     seq2seq = modeling.transformers().AutoModelForSeq2SeqLM
-    return Twin.of(config_of(family, **changes), lease_slots=2, model_class=seq2seq)
+    return Twin.of(config_of(family), lease_slots=lease_slots, model_class=seq2seq, is_trained=is_trained)
 
 
 @pytest.mark.slow
@@ -56,6 +58,60 @@ def test_stored_model_equals_the_unmodified_one(family: str) -> None:
     assert twin.namespace.pending
     assert twin.namespace.leased_keys_max == 1
     assert not twin.namespace.leased
+
+
+@pytest.mark.slow
+def test_threads_that_compute_with_one_expert_have_weights_of_their_own() -> None:
+    twin, both = twin_of("switch_transformers"), threading.Barrier(2)
+    container = twin.stored.get_submodule(twin.layout.modules[0])
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+
+    def weights(expert: int, _: int) -> Any:
+        return twin.expert_values((0, expert))
+
+    views = [module_list.ContainerView(container, partial(weights, expert)) for expert in (1, 2)]
+    with torch.no_grad():
+        expected = [view["expert_0"](x) for view in views]
+    made = dict[int, torch.Tensor]()
+
+    def meet(*_: Any) -> None:
+        both.wait(30)
+
+    container.get_submodule("expert_0.wo").register_forward_pre_hook(meet)
+
+    def run(index: int) -> None:
+        with torch.no_grad():
+            made[index] = views[index]["expert_0"](x)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(torch.equal(made[index], expected[index]) for index in range(2))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("family", ["switch_transformers", "nllb-moe"])
+@pytest.mark.parametrize("lease_slots", [1, 2])
+def test_threads_generate_with_one_model(family: str, lease_slots: int) -> None:
+    twin = twin_of(family, lease_slots=lease_slots, is_trained=False)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    prompts = [tokens(seed=seed)[:1] for seed in range(3)]
+    expected = [twin.stock.eval().generate(prompt, **options) for prompt in prompts]
+    stored, made = twin.stored.eval(), dict[int, torch.Tensor]()
+
+    def run(index: int) -> None:
+        for _ in range(3):
+            made[index] = stored.generate(prompts[index], **options)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(torch.equal(made[index], expected[index]) for index in range(3))
 
 
 @pytest.mark.slow
