@@ -194,8 +194,12 @@ class Shard:
             for (name, dtype, shape), start in zip(ordered, starts, strict=True)
         }
         self._descriptor = os.open(self.partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        os.ftruncate(self._descriptor, data_start + end)
-        self._write(0, memoryview(LENGTH.pack(len(header)) + header))
+        try:
+            os.ftruncate(self._descriptor, data_start + end)
+            self._write(0, memoryview(LENGTH.pack(len(header)) + header))
+        except BaseException:
+            self.discard()  # nobody has it to do so
+            raise
 
     def write(self, tensor: StoredTensor, data: memoryview) -> None:
         """Writes `data`, the bytes of `tensor`, which is one of `tensors` or `rows` of it. Raises OSError."""

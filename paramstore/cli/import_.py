@@ -13,7 +13,7 @@ import typer
 
 from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.signals import end_as_interrupt, told
-from paramstore.errors import NamespaceExists
+from paramstore.errors import NamespaceExists, StoreUnavailable
 
 NO_OPTIMIZER = "none"
 
@@ -72,10 +72,13 @@ def import_checkpoint(
         try:
             with bar("import") as report:
                 result = run(path, opened, model, progress=report, resume=not restart)
-        except BaseException:
+        except BaseException as error:
             if told() is not None:  # an interrupt, whatever exception it has become on its way here
                 way_on = "keeps what is there, and the same command goes on from it"
                 sys.stderr.write(f"paramstore: interrupted; {namespace!r} {way_on}\n")
+            elif isinstance(error, StoreUnavailable):  # its own advice is for programs
+                way_on = "keeps what was saved, and once a daemon serves it again the same command goes on from it"
+                sys.stderr.write(f"paramstore: {namespace!r} {way_on}\n")
             raise
     if as_json:
         sys.stdout.write(json.dumps({"namespace": namespace, **asdict(result)}, indent=2) + "\n")

@@ -1,7 +1,7 @@
 """Shows how far the demo is: on stderr, so that stdout carries data alone.
 
 Chapters and facts are plain lines; a bar lasts as long as something is counted. Where stderr is no terminal the bars are
-silent and the lines remain.
+silent, the lines remain, and some steps of training have one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paramstore.demo.trace import StepTrace
+
+LINE_EVERY = 10
+"""Steps of training from one line to the next, where no bar shows them."""
 
 
 class DemoProgress:
@@ -42,7 +45,10 @@ class DemoProgress:
             task = bar.add_task("", total=last_step, completed=first_step, figures="")
 
             def show(trace: StepTrace) -> None:
-                bar.update(task, completed=trace.step, figures=figures(trace, tokens_per_step))
+                told = figures(trace, tokens_per_step)
+                bar.update(task, completed=trace.step, figures=told)
+                if bar.disable and trace.step % LINE_EVERY == 0:
+                    self.fact(f"step {trace.step} of {last_step}: {told}")
 
             yield show
 

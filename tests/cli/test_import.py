@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import paramstore_client as ps
+from paramstore_client.hf import import_checkpoint
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.saved_models import save_stock, tensors_of
@@ -108,6 +109,23 @@ def test_an_interrupt_says_how_to_go_on_and_the_same_command_does(daemon: Daemon
     result = json.loads(done.stdout)
     assert result["resumed"] > 0
     assert result["resumed"] + result["records"] == 512
+
+
+def test_a_daemon_that_goes_away_is_told_with_the_way_on(
+    daemon: DaemonProcess, tmp_path: Path, paramstore: Callable[..., int], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def gone(*_: object, **__: object) -> None:
+        raise ps.StoreUnavailable("the daemon went away")
+
+    words = ("import", str(save_stock("mixtral", tmp_path / "hub")), "--namespace", "gone", "--socket", daemon.address)
+    with monkeypatch.context() as patch:
+        patch.setattr(import_checkpoint, "import_checkpoint", gone)
+        assert paramstore(*words) == 3
+    said = capsys.readouterr().err
+    assert "'gone' keeps what was saved, and once a daemon serves it again the same command goes on from it\n" in said
+    assert said.endswith("StoreUnavailable: the daemon went away\n")
+    assert paramstore(*words) == 0
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,16 @@ def test_bar_shows_the_figures_on_a_terminal():
     assert "loss 2.500 · 4,096 tokens/s · host 75%" in shown(tell, is_terminal=True)
 
 
+def test_elsewhere_some_steps_have_a_line():
+    def tell(progress: DemoProgress) -> None:
+        with progress.training(first_step=0, last_step=30, tokens_per_step=100) as show:
+            for step in range(1, 21):
+                show(StepTrace(step, 2.5, 1.0))
+
+    assert shown(tell) == "".join(f"  step {step} of 30: loss 2.500 · 100 tokens/s\n" for step in (10, 20))
+    assert " of 30: " not in shown(tell, is_terminal=True)
+
+
 def test_bars_are_silent_elsewhere():
     def tell(progress: DemoProgress) -> None:
         with progress.training(first_step=0, last_step=10, tokens_per_step=2048) as show:

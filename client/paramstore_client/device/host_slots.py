@@ -72,7 +72,8 @@ class HostSlots:
         self._arriving: dict[Held, LeaseTicket] = {}
         self._visits: dict[SlotVisit, LeaseEnd] = {}
         """Those under way."""
-        self._ahead = LoadsAhead(namespace, lambda held: held in self._leases or held in self._arriving)
+        taken = (self._leases, self._arriving)  # not this object: a cycle would keep the promise until the collector comes by
+        self._ahead = LoadsAhead(namespace, lambda held: any(held in among for among in taken))
         self._view = namespace.view_change_count
         self._touched: dict[ExpertKey, None] = {}
         self._visit_count = 0

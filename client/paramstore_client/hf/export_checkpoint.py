@@ -120,7 +120,8 @@ def export_checkpoint(
 def _bound(model: nn.Module) -> Namespace:
     experts = getattr(getattr(model, "paramstore", None), "experts", None)
     if experts is None:
-        raise ConfigError("export_checkpoint: the model is bound to no namespace: give namespace=")
+        way_on = "give namespace=, of a served one ps.hf.namespace(model)"
+        raise ConfigError(f"export_checkpoint: the model is bound to no namespace: {way_on}")
     bound: Namespace = experts.namespace
     return bound
 

@@ -267,10 +267,13 @@ def test_what_was_dropped_gives_everything_back() -> None:
     namespace, slots = make()
     visit(slots, keys(0, 1, 2))
     stand(namespace, slots)
-    del slots
-    gc.collect()
-    assert namespace.leased == []
-    assert list(namespace.keepers) == []
+    gc.disable()  # in a process with torch the collector seldom looks at what is old
+    try:
+        del slots
+        assert namespace.leased == []
+        assert list(namespace.keepers) == []
+    finally:
+        gc.enable()
 
 
 def test_a_dropped_lease_ends_its_visit() -> None:

@@ -300,7 +300,7 @@ def test_a_namespace_of_another_shape_is_refused(store: ps.Store, checkpoint: Pa
 
 def test_a_path_that_is_no_checkpoint_is_refused_with_the_way_to_get_one(store: ps.Store, checkpoint: Path, tmp_path: Path) -> None:
     with namespace_for(store, "path", checkpoint) as namespace:
-        with pytest.raises(CheckpointError, match=r"has neither model.safetensors.index.json nor model.safetensors"):
+        with pytest.raises(CheckpointError, match=r"has neither model.safetensors.index.json nor model.safetensors: save_pret"):
             import_checkpoint(tmp_path, namespace, skeleton(checkpoint))
         with pytest.raises(CheckpointError, match="hf download nobody/nothing"):
             import_checkpoint("nobody/nothing", namespace, skeleton(checkpoint))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -201,6 +203,30 @@ def test_where_the_file_cannot_be_written_nothing_is_committed(namespace: ps.Nam
         pair.experts.commit(1, dense=3)  # type: ignore[arg-type]
     pair.experts.commit(1, dense=tmp_path).wait()
     assert [file.suffix for file in tmp_path.iterdir() if file.is_file() and file.name != "file"] == [".safetensors"]
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_full_disk_leaves_neither_a_file_nor_a_descriptor(
+    namespace: ps.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    pair, left, write = Pair.make(namespace), [writes], os.pwrite
+
+    def until_full(*given: object) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= 1
+        return write(*given)  # type: ignore[arg-type]
+
+    train(pair)
+    open_before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", until_full)
+        with pytest.raises(ps.CheckpointError, match=r"step 1 cannot be written to .*No space left on device: '.*\.partial'"):
+            pair.experts.commit(1, dense=tmp_path / "dense")
+    assert list((tmp_path / "dense").iterdir()) == []
+    assert os.listdir("/proc/self/fd") == open_before
+    pair.experts.commit(1, dense=tmp_path / "dense").wait()  # with room again
+    assert steps_of(tmp_path / "dense") == [1]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not index.exists():
         file = directory / WEIGHTS
         if not file.exists():
-            raise CheckpointError(f"{directory} has neither {INDEX} nor {WEIGHTS}: other formats must be converted first")
+            way_on = "save_pretrained of the model that transformers loads from there writes them"
+            raise CheckpointError(f"{directory} has neither {INDEX} nor {WEIGHTS}: {way_on}")
         return Checkpoint(directory, read_header(file))
     weight_map = _weight_map(index)
     headers = {name: read_header(directory / name) for name in sorted(set(weight_map.values()))}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paramstore.core.schema import Schema
-from paramstore.errors import CapacityError, SchemaMismatch
+from paramstore.errors import CapacityError, SchemaMismatch, WriterFenced
 from paramstore_client.client import Store
 from paramstore_client.hf.model.layout import ExpertLayout
 from paramstore_client.namespace import Namespace
@@ -117,8 +117,11 @@ def _make(
         fill(namespace)
         if namespace.committed_step is None:
             namespace.commit(FIRST_STEP).wait()
-    except BaseException:
+    except BaseException as error:
         namespace.close()
+        if isinstance(error, WriterFenced):
+            way_on = "and goes on with what is there: load this model again once that is committed"
+            raise WriterFenced(f"another process fills the new namespace {name!r} since then, {way_on}") from error
         raise
     return namespace
 

@@ -55,6 +55,19 @@ def test_filling_that_failed_is_begun_again(address: str) -> None:
         assert open_experts(store, "again", LAYOUT, SCHEMA, mode="train", fill=fill).committed_step == 0
 
 
+def test_of_two_that_fill_at_once_the_first_is_told_to_load_again_and_can(address: str) -> None:
+    schema = LAYOUT.schema(None)
+    with ps.connect(address) as store, ps.connect(address) as other:
+
+        def overtaken(namespace: ps.Namespace) -> None:
+            assert open_experts(other, "both", LAYOUT, schema, mode="infer", fill=fill).view_step == 0
+            fill(namespace)
+
+        with pytest.raises(ps.WriterFenced, match=r"another process fills the new namespace 'both' .* load this model again"):
+            open_experts(store, "both", LAYOUT, schema, mode="infer", fill=overtaken)
+        assert open_experts(store, "both", LAYOUT, schema, mode="infer", fill=refuse).view_step == 0
+
+
 def test_another_schema_is_refused_and_nobody_is_left_writing(address: str) -> None:
     with ps.connect(address) as store:
         open_experts(store, "other", LAYOUT, SCHEMA, mode="train", fill=fill).close()

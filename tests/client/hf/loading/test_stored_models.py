@@ -340,6 +340,16 @@ def test_as_many_models_fit_as_the_memory_that_they_name(address: str) -> None:
             new_model(store, "shared", mode="infer", min_lease_slots=1)
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is dropped goes at once or not at all."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
 def test_a_served_model_that_is_dropped_leaves_its_memory_to_the_next(store: ps.Store) -> None:
     given: dict[str, Any] = {"mode": "infer", "expert_memory": 1000, "experts_implementation": "grouped_mm"}
     model = new_model(store, "dropped", **given)
