@@ -1,10 +1,15 @@
-"""The lease of one visit of slots on the host: it ends the visit, and the leases below it stand."""
+"""The lease of one visit of slots on the host: it ends the visit, and the leases below it stand.
+
+What was used must have been held all the time: where another thread has closed the namespace meanwhile, its slots may have got
+others' bytes, and what was computed with them is refused.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Protocol
 
 from torch import Tensor
@@ -57,9 +62,9 @@ class VisitOwner(Protocol):
 
 class StandingLease(VisitLease):
     """The right to the bytes of one visit's keys. Its release ends the visit; the leases below stand. Asking for a key whose bytes
-    are on their way waits for them."""
+    are on their way waits for them. The end of its `with` raises LeaseError where what was used was released meanwhile."""
 
-    __slots__ = ("__weakref__", "_has_views", "_owner", "_plan")
+    __slots__ = ("__weakref__", "_owner", "_plan", "_used")
 
     def __init__(
         self, owner: VisitOwner, plan: SlotPlan, visit: SlotVisit, *, view: int, timeout_s: float | None = None
@@ -67,12 +72,13 @@ class StandingLease(VisitLease):
         self._owner = owner
         self._plan = plan
         super().__init__(visit, view=view, timeout_s=timeout_s)
-        self._has_views = False
+        self._used: dict[ExpertKey, WeightLease] = {}
+        """The leases that have given their tensors, but for those that have passed by."""
         owner.begin_visit(visit)  # last: from here on its end is this object's affair
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
-        self._has_views = True
-        return self._owner.lease_of(self._held(key))[key]
+        lease = self._used[key] = self._owner.lease_of(self._held(key))
+        return lease[key]
 
     def in_turn(self) -> Iterator[ExpertKey]:
         """Yields each key once, those that are there first, so that others may come meanwhile; waits where none is. Raises what a
@@ -107,19 +113,29 @@ class StandingLease(VisitLease):
             self._owner.lease_of(held)
 
     def release(self) -> None:
-        self._has_views = False  # nobody uses them any more: cut off here, the visit is abandoned with this object
+        self._used = {}  # nobody uses them any more: cut off here, the visit is abandoned with this object
         self._owner.end_visit(self._plan, self._visit)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                for key, lease in self._used.items():
+                    lease[key]  # raises where it was released meanwhile
+        finally:
+            self.release()
 
     def _let_in(self, due: ExpertKey | None = None) -> None:
         self._owner.let_in(self._plan, self._visit, view=self._view, timeout_s=self._timeout_s, due=due)
 
     def _let_out(self, held: Held) -> None:
+        if (lease := self._used.pop(held.key, None)) is not None:  # type: ignore[call-overload]  # the names are keys here
+            lease[held.key]  # raises where it was released meanwhile
         self._owner.let_out(self._plan, self._visit, held)
 
     def __del__(self) -> None:
         if getattr(self, "_visit", None) is None or self._visit.is_over or not self._owner.is_under_way(self._visit):
             return
-        if self._has_views:
+        if self._used:
             # Its tensors may live on: giving the slots away would change their bytes under the caller's hands.
             _log.warning("a lease of %d keys was dropped without release(): its slots stay taken", len(self._visit.held))
         else:
