@@ -38,7 +38,7 @@ class Interrupt:
         if frame.f_code.co_name == "__exit__":
             return None
         here = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        if event == "line" and not self.is_raised and not here.startswith(("with ", "try:", "self._end.has_views = False")):
+        if event == "line" and not self.is_raised and not here.startswith(("with ", "try:", "self._end.used = {}")):
             self._left -= 1
             if self._left == 0:
                 self.is_raised = True

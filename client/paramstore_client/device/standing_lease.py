@@ -1,6 +1,8 @@
 """The lease of one visit of slots on the host: it ends the visit, and the leases below it stand.
 
 Where it is dropped no code of Python runs, in which an interrupt would be lost: who owns the visits looks which leases are gone.
+What was used must have been held all the time: where another thread has closed the namespace meanwhile, its slots may have got
+others' bytes, and what was computed with them is refused.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Protocol
 
 from torch import Tensor
@@ -55,23 +58,23 @@ class LeaseEnd(weakref.ref["StandingLease"]):
     """Outlives a lease, and says whether its visit is to be ended without it."""
 
     plan: SlotPlan
-    has_views = False
-    """Whether tensors were handed out, and the lease was not released."""
+    used: dict[ExpertKey, WeightLease]
+    """The leases that have given their tensors, but for those that have passed by; none once it is released."""
     is_told = False
     """Whether it was logged that slots stay taken."""
 
     def is_due(self) -> bool:
         """Whether nobody has the lease, nor its tensors. These may live on without it: giving their slots away would change their
         bytes under the caller's hands."""
-        if self() is None and self.has_views and not self.is_told:
+        if self() is None and self.used and not self.is_told:
             _log.warning("a lease was dropped without release(): its slots stay taken")
             self.is_told = True
-        return self() is None and not self.has_views
+        return self() is None and not self.used
 
 
 class StandingLease(VisitLease):
     """The right to the bytes of one visit's keys. Its release ends the visit; the leases below stand. Asking for a key whose bytes
-    are on their way waits for them."""
+    are on their way waits for them. The end of its `with` raises LeaseError where what was used was released meanwhile."""
 
     __slots__ = ("__weakref__", "_end", "_owner", "_plan")
 
@@ -82,12 +85,12 @@ class StandingLease(VisitLease):
         self._plan = plan
         super().__init__(visit, view=view, timeout_s=timeout_s)
         self._end = LeaseEnd(self)
-        self._end.plan = plan
+        self._end.plan, self._end.used = plan, {}
         owner.begin_visit(visit, self._end)  # last: from here on its end is this object's affair
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
-        self._end.has_views = True
-        return self._owner.lease_of(self._held(key))[key]
+        lease = self._end.used[key] = self._owner.lease_of(self._held(key))
+        return lease[key]
 
     def in_turn(self) -> Iterator[ExpertKey]:
         """Yields each key once, those that are there first, so that others may come meanwhile; waits where none is. Raises what a
@@ -122,11 +125,21 @@ class StandingLease(VisitLease):
             self._owner.lease_of(held)
 
     def release(self) -> None:
-        self._end.has_views = False  # nobody uses them any more: cut off here, the visit is abandoned with this object
+        self._end.used = {}  # nobody uses them any more: cut off here, the visit is abandoned with this object
         self._owner.end_visit(self._plan, self._visit)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                for key, lease in self._end.used.items():
+                    lease[key]  # raises where it was released meanwhile
+        finally:
+            self.release()
 
     def _let_in(self, due: ExpertKey | None = None) -> None:
         self._owner.let_in(self._plan, self._visit, view=self._view, timeout_s=self._timeout_s, due=due)
 
     def _let_out(self, held: Held) -> None:
+        if (lease := self._end.used.pop(held.key, None)) is not None:  # type: ignore[call-overload]  # the names are keys here
+            lease[held.key]  # raises where it was released meanwhile
         self._owner.let_out(self._plan, self._visit, held)

@@ -127,6 +127,23 @@ def test_a_lease_is_of_its_keys_until_its_release() -> None:
         lease[0, 0]
 
 
+@pytest.mark.parametrize(("slot_count", "count"), [(3, 2), (3, 6), (1, 2)], ids=["standing", "passing", "one after the other"])
+def test_what_was_used_and_released_meanwhile_is_refused(slot_count: int, count: int) -> None:
+    _, slots = make(slots=slot_count)
+
+    def compute() -> None:
+        with slots.acquire_arriving(keys(*range(count)), may_pass=True) as lease:
+            for number, key in enumerate(lease.in_turn()):
+                assert lease[key]["down"].isfinite().all()
+                if slot_count == 1 or number == count - 1:
+                    for standing in slots._leases.values():  # as the namespace's close does on another thread
+                        standing.release()
+
+    with pytest.raises(LeaseError, match="release"):
+        compute()
+    assert not any(held.users for held in slots._leases)
+
+
 def test_another_part_never_stands() -> None:
     _, slots = make()
     with pytest.raises(SchemaMismatch, match="optim"):

@@ -270,7 +270,8 @@ def namespace(model: nn.Module) -> Namespace:
 def counts(model: nn.Module) -> SlotCounts:
     """What was counted so far at the slots in which the experts of a served model stand, each use of an expert by a layer: `hits`
     were there when the layer began, `late` on their way, `misses` and `passed` were not; `loads` is how many were loaded, ahead or
-    not, each one `param` image of the namespace's schema. On the CPU an interrupt begins the counts anew.
+    not, each one `param` image of the namespace's schema. On the CPU an interrupt begins the counts anew. Where several
+    threads compute, a layer that finds the slots in use by others begins again; what it had asked for until then is counted too.
 
     Raises ConfigError for a model that has no slots: one that trains, or of a store that was connected with `debug=True`.
     """
