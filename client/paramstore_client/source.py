@@ -51,6 +51,13 @@ class WeightLease(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> object: ...
 
 
+class HostLease(WeightLease, Protocol):
+    """A lease of bytes in host memory."""
+
+    absent_count: int
+    """How many of its keys had to be waited for, as their bytes were not there."""
+
+
 class ArrivingLease(WeightLease, Protocol):
     """The right to the bytes of any number of keys: of those that were on their way when it began, and of those that pass by, one
     after the other, where not all of them fit in memory at once. Asking for a key that is on its way waits for it."""
@@ -178,7 +185,7 @@ class TicketFor(Protocol[T_co]):
         ...
 
 
-LeaseTicket = TicketFor[WeightLease]
+LeaseTicket = TicketFor[HostLease]
 LoanTicket = TicketFor[Loan]
 
 
@@ -222,6 +229,8 @@ class HostSource(ExpertSource, Protocol):
         """Grows whenever the bytes behind a key may have become others for this handle (apply, refresh, rollback): a copy
         whose identity was compared at the present count is current, without asking again."""
         ...
+
+    def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> HostLease: ...
 
     def begin_acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> LeaseTicket:
         """Begins an `acquire` and returns at once."""

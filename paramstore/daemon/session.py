@@ -134,6 +134,7 @@ class Session:
             self._channel.close(None)
             return
         self._hello_timer.cancel()
+        self._leases.tells_absent = request.minor >= m.ABSENT_MINOR
         self.is_known, self._label = True, "".join(filter(str.isprintable, request.label))[: m.LABEL_MAX]
         self._channel.raise_limit(FRAME_BYTES_MAX)
         self._channel.send(m.Done(request.id, welcome_to(self._store)))

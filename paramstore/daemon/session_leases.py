@@ -28,6 +28,8 @@ class SessionLeases:
         self._client = client
         self._mapped = store.host.mapped_by(client)
         self._fail = fail
+        self.tells_absent = False
+        """Whether the client understands how many keys of a lease were absent."""
         self.waiting: dict[int, LeaseRequest] = {}
         self.granted: dict[int, LeaseRequest] = {}
 
@@ -59,7 +61,8 @@ class SessionLeases:
         lacking = {slot[0] for slot in slots} - self._mapped
         new = self._host.give(self._client, lacking) if lacking else []
         segments = [(segment, length_bytes) for segment, length_bytes, _ in new]
-        self._channel.send(m.Granted(request_id, slots, segments), [fd for _, _, fd in new])
+        absent = lease.absent_count if self.tells_absent else 0
+        self._channel.send(m.Granted(request_id, slots, segments, absent), [fd for _, _, fd in new])
 
     def release(self, lease_ids: Iterable[int]) -> None:
         """Releases these leases; those that are not granted, or no more, are passed over."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class SlotCounts:
     """Keys since the plan was made. hits + late + misses + passed = keys of all visits; each miss, each passing and each key of
-    `ahead` is one load. useful: loaded ahead and visited then, late ones too; wasted: gone before any visit. ahead_bytes: what
-    loads ahead have brought into host memory, as the host says; of those under way none."""
+    `ahead` is one load, and so is each late one that the host had evicted again. useful: loaded ahead and visited then, late ones
+    too; wasted: gone before any visit. ahead_bytes: what loads ahead have brought into host memory, as the host says; of those
+    under way none."""
 
     hits: int = 0
     late: int = 0
@@ -27,6 +28,11 @@ class SlotCounts:
     dropped: int = 0
     failed: int = 0
     ahead_bytes: int = 0
+
+    def correct_hit(self) -> None:
+        """Counts a hit as late: what was loaded ahead had come, and was gone again."""
+        self.hits -= 1
+        self.late += 1
 
     @property
     def loads(self) -> int:

@@ -107,6 +107,9 @@ class MemoryLeaseTicket:
 class MemoryLease:
     """A lease with its own copies of some keys' part, which are spoiled at release."""
 
+    absent_count = 0
+    """As a `HostLease` has it: all is in memory."""
+
     def __init__(self, namespace: MemoryNamespace, keys: tuple[ExpertKey, ...], part: Part) -> None:
         self._namespace = namespace
         self._keys = keys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from paramstore.wire.base import Message
 
@@ -16,11 +16,15 @@ class Done(Message, tag="done"):
 
 class Granted(Message, tag="granted"):
     """The lease is granted. slots: (segment, offset_bytes, epoch, version) of each key, in the order asked. segments: (id,
-    length_bytes) of those that this client sees for the first time; their fds are attached."""
+    length_bytes) of those that this client sees for the first time; their fds are attached. absent: how many of the keys had to be
+    waited for, as their bytes were not in memory. To clients from ABSENT_MINOR on, to others 0."""
+
+    ADDED_FIELDS: ClassVar[int] = 1
 
     id: int
     slots: list[tuple[int, int, int, int]]
     segments: list[tuple[int, int]]
+    absent: int = 0
 
 
 class Lent(Message, tag="lent"):

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 8
+PROTOCOL_MINOR = 9
 VERIFY_MINOR = 1
 """The first minor in which a daemon knows `Verify`."""
 PREPARE_MINOR = 2
@@ -27,6 +27,8 @@ LOANS_MINOR = 7
 """The first minor in which a daemon lends lease slots beyond the promise."""
 BOUND_MINOR = 8
 """The first minor in which a reader says how many lease slots it is to be promised at most."""
+ABSENT_MINOR = 9
+"""The first minor in which a client understands how many keys of a lease were absent."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17

@@ -23,6 +23,7 @@ from paramstore.wire.applies import AwaitRoom as AwaitRoom
 from paramstore.wire.applies import BeginApply as BeginApply
 from paramstore.wire.applies import EndApply as EndApply
 from paramstore.wire.applies import EndLayers as EndLayers
+from paramstore.wire.base import ABSENT_MINOR as ABSENT_MINOR
 from paramstore.wire.base import BOUND_MINOR as BOUND_MINOR
 from paramstore.wire.base import EXTRA_BYTES_MAX as EXTRA_BYTES_MAX
 from paramstore.wire.base import FOLLOW_MINOR as FOLLOW_MINOR

@@ -117,3 +117,17 @@ def test_a_namespace_closed_as_the_bytes_arrive_fails_the_lease(at_desk: AtDesk)
         assert desk.figures()["leased_slots"] == 0
 
     at_desk(scenario)
+
+
+@pytest.mark.parametrize(("minor", "told"), [(m.ABSENT_MINOR, [2, 1, 0]), (m.ABSENT_MINOR - 1, [0, 0, 0])])
+def test_a_client_that_understands_it_is_told_how_many_keys_were_absent(at_desk: AtDesk, minor: int, told: list[int]) -> None:
+    async def scenario(desk: Any) -> None:
+        client = desk.connect()
+        await client.request(m.Hello, m.MAGIC, m.PROTOCOL_MAJOR, minor, 1)
+        handle = await desk.create(client)
+        await client.request(m.Evict, handle)
+        leases = [(0, 0), (0, 1)], [(0, 1), (0, 2)], [(0, 2)]
+        found = [await client.request(m.Acquire, handle, keys, "param", 5.0) for keys in leases]
+        assert [granted.absent for granted in found] == told
+
+    at_desk(scenario)

@@ -55,6 +55,19 @@ def test_each_load_of_a_buffer_is_one_record_read_and_a_hit_is_none(served: str)
             assert (buffer.counts.hits, bytes_read(store)) == (3 * EXPERTS, read)
 
 
+def test_what_was_loaded_ahead_and_evicted_before_its_visit_is_late_and_read_again(served: str) -> None:
+    ahead = [(0, expert) for expert in range(EXPERTS)]
+    with ps.connect(served) as store, store.open_namespace("served", min_lease_slots=SLOTS + 1) as reader:
+        buffer, record_bytes = ps.ExpertBuffer(reader, SLOTS), reader.schema.record_bytes
+        with buffer:
+            buffer.prefetch(ahead).wait()
+            reader.evict(ahead[:1]).wait()
+            before = bytes_read(store)
+            buffer.acquire(ahead).release()
+            assert (buffer.counts.hits, buffer.counts.late, buffer.counts.misses) == (EXPERTS - 1, 1, 0)
+            assert record_bytes <= bytes_read(store) - before <= record_bytes + 8192
+
+
 def test_dispatches_of_twice_the_slots_read_what_cannot_stand(tmp_path: Path, serve: Callable[..., object]) -> None:
     """Of 24 experts 12 have slots, of which 3 pass: 9 can stand. In parts, under any policy, none would be found."""
     experts, slots, passing, rounds = LAYERS * EXPERTS, 12, 3, 10

@@ -31,7 +31,7 @@ from paramstore_client.device.loads_ahead import LoadsAhead, NothingAhead
 from paramstore_client.device.loans import Loans, slots_within
 from paramstore_client.device.standing_lease import LeaseEnd, StandingLease
 from paramstore_client.handle.base import plain_keys
-from paramstore_client.source import ExpertSource, HostSource, HostTicket, LeaseTicket, WeightLease
+from paramstore_client.source import ExpertSource, HostLease, HostSource, HostTicket, LeaseTicket, WeightLease
 
 REPORT_EVERY = 1024
 """Visits without a miss between two reports of what was used."""
@@ -196,7 +196,7 @@ class HostSlots:
             raise LeaseError(f"the lease of {held.key} has ended: its load failed, or its store was closed")
         return standing
 
-    def _settle(self, held: Held, lease: WeightLease | None) -> WeightLease | None:
+    def _settle(self, held: Held, lease: HostLease | None) -> WeightLease | None:
         """Notes the outcome of a load, None for one that failed. Gives what stands now: another thread may have been first."""
         with self._lock:
             self._begin()
@@ -205,6 +205,8 @@ class HostSlots:
                 if (ticket := self._arriving.get(held)) is not None:
                     ticket.abandon()
             else:
+                if lease.absent_count and held.is_ready and held not in self._leases:
+                    self._plan.counts.correct_hit()  # it was loaded ahead, and evicted before the visit
                 self._leases.setdefault(held, lease)
                 self._plan.arrive(held)
                 self._touched[held.key] = None  # type: ignore[index]  # the names are keys here

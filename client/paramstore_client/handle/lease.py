@@ -65,7 +65,7 @@ class Lease:
 
     __slots__ = (
         "__weakref__", "_all_held", "_connection", "_guard", "_handed_out", "_has_views", "_id", "_index", "_is_debug",
-        "_is_given_back", "_is_released", "_keys", "_slots", "namespace", "part",
+        "_is_given_back", "_is_released", "_keys", "_slots", "absent_count", "namespace", "part",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +83,8 @@ class Lease:
         self._id = answer.id
         self._keys = keys
         self._slots: list[Slot] = answer.slots
+        self.absent_count = answer.absent
+        """How many of the keys had to be waited for, as their bytes were not in memory; 0 by a daemon before protocol 1.9."""
         self._is_debug = is_debug
         self._has_views = False
         self._index: dict[ExpertKey, FieldTensors | Slot] | None = None

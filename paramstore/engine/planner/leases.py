@@ -155,6 +155,7 @@ class LeasePlanner:
             leased[copy] = leased.get(copy, 0) + 1
             if copy.state is not Copy.READY and not copy.has_landed:
                 self._join(request, copy)
+        request.absent_count = request.missing
         if namespace.residency.prefetched:
             namespace.residency.prefetched.difference_update(request.copies)
         return True

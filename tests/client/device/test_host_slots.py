@@ -448,6 +448,7 @@ def test_at_random_the_bytes_are_those_of_the_view_and_the_counts_those_of_the_l
             visit(slots, wanted)
         acquired += sum(len(leased) for kind, leased in asked(namespace) if kind == "acquire")
         assert namespace.leased_key_count <= slots.lease_slots, f"seed {seed}"
+        assert slots.counts.misses == acquired, f"seed {seed}"
 
 
 # --- visits that are gone through in turn
