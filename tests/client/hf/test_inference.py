@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from paramstore.errors import LeaseError
 from paramstore.testing.memory_namespace import MemoryNamespace
@@ -307,11 +308,16 @@ def test_tokens_are_the_same_while_slots_are_borrowed_and_asked_back(seed: int, 
 
 
 def test_a_compiled_model_has_the_logits_of_the_unmodified_one() -> None:
-    """Our experts are a graph break: what surrounds them is compiled."""
+    """Our experts are a graph break: what surrounds them is compiled, a piece before, between and after the layers'."""
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", is_trained=False)
-    compiled = torch.compile(twin.stored.eval(), backend="aot_eager")
+    pieces = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(twin.stored.eval(), backend=pieces)
     with torch.no_grad():
         assert torch.equal(logits(compiled, tokens()), logits(twin.stock.eval(), tokens()))
+        assert pieces.frame_count > len(source_of(twin).layers)
+        made = pieces.frame_count
+        assert torch.equal(logits(compiled, tokens(seed=1)), logits(twin.stock, tokens(seed=1)))
+        assert pieces.frame_count == made, "and not again for other tokens"
 
 
 def test_a_forward_without_a_graph_has_no_backward() -> None:

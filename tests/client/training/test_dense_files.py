@@ -181,6 +181,30 @@ def test_a_crash_before_the_commit_leaves_the_step_before_with_its_own_file(
         assert len(steps_of(tmp_path)) == (2 if step == 3 else 3), "what lies above the newest step is left alone"
 
 
+def test_a_file_is_durable_then_its_name_and_only_then_the_step_is_committed(
+    namespace: ps.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    fsync, commit = os.fsync, ps.Namespace.commit
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def committed(self: ps.Namespace, step: int, extra: bytes = b"") -> object:
+        done.append(step)
+        return commit(self, step, extra)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(ps.Namespace, "commit", committed)
+    pair = Pair.make(namespace)
+    train(pair)
+    pair.experts.commit(1, dense=tmp_path).wait()
+    file, directory, step = done
+    assert isinstance(file, Path)
+    assert (file.parent, file.suffix, directory, step) == (tmp_path, ".partial", tmp_path, 1)
+
+
 def test_a_step_that_comes_again_leaves_the_file_of_the_first(namespace: ps.Namespace, tmp_path: Path) -> None:
     pair = Pair.make(namespace)
     expected = train(pair)
