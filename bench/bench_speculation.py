@@ -120,7 +120,8 @@ class Run:
                     lacking_bytes = max(parts["off_read_bytes"], self.image_bytes)
                     slow += [(cell, lacking_bytes / (ratio * parts["memory_s"])) for ratio in LOADS_OF_COMPUTE]
         for cell, bytes_per_s in slow:
-            yield from next(self.measured([limited(cell, bytes_per_s)]))
+            (made,) = self.measured([limited(cell, bytes_per_s)])
+            yield from made
 
     def measured(self, cells: Sequence[Cell]) -> Iterator[list[Row]]:
         """Measures cells of one share on one daemon: the rows of each."""

@@ -89,12 +89,12 @@ class Script:
 
         facts: what is said of the run beside the machine. left_out: what was not measured, and why.
         Gives 0 when every target holds, 1 otherwise: the figures are written either way; the code of an error that ended it, and
-        130 after an interrupt, which leaves a report of the rows that were there by then, if any, and says so in it.
+        130 after an interrupt, which leaves a report of the rows that were there by then, if any, in a file named after that.
         """
-        missing, rows = dict(left_out or {}), list[Row]()
+        missing = dict(left_out or {})
 
         def take(tell: Tell) -> Report:
-            date = machine.now()
+            date, rows = machine.now(), list[Row]()
             with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.dir) as folder:
                 bench = Bench(Plan.quick() if arguments.quick else Plan(), Path(folder), tell=tell)
                 started_s = bench.clock.now_s()
@@ -112,19 +112,20 @@ class Script:
                 seconds=seconds, rows=rows,
             )  # fmt: skip
 
-        code = self.report(arguments, take, left_out=missing)
-        return 130 if REST in missing else code
+        return self.report(arguments, take)
 
-    def report(
-        self, arguments: argparse.Namespace, take: Callable[[Tell], Report], *, left_out: Mapping[str, str] | None = None
-    ) -> int:
+    def report(self, arguments: argparse.Namespace, take: Callable[[Tell], Report]) -> int:
         """Writes and prints the report that `take` makes; gives what `run` gives."""
-        return self.carry_out(lambda: self._report(arguments, take, {} if left_out is None else left_out))
+        return self.carry_out(lambda: self._report(arguments, take))
 
-    def _report(self, arguments: argparse.Namespace, take: Callable[[Tell], Report], left_out: Mapping[str, str]) -> int:
+    def _report(self, arguments: argparse.Namespace, take: Callable[[Tell], Report]) -> int:
         progress, file = Console(stderr=True), self.file(arguments)
         with progress.status(f"bench {self.name}") as status:
             report = take(status.update)
+        left_out = report.machine.get("left_out", {})
+        assert isinstance(left_out, dict)
+        if REST in left_out:
+            file = file.with_stem(f"{file.stem}-interrupted")
         written = [file]
         file.write_bytes(encode(report))
         if self.draw is not None:
@@ -134,7 +135,7 @@ class Script:
         for name, reason in left_out.items():
             progress.print(f"left out: {name}: {reason}")
         progress.print(f"written: {', '.join(map(str, written))}")
-        return 1 if report.short_rows else 0
+        return 130 if REST in left_out else 1 if report.short_rows else 0
 
 
 def check_out(file: Path) -> None:

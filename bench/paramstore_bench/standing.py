@@ -16,6 +16,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import structs
 
 import paramstore as ps
 from paramstore.bench.context import Bench
@@ -51,7 +52,7 @@ def measure_standing(bench: Bench) -> list[Row]:
         namespace = create_param_namespace(service.store, "standing", schema, EXPERTS)
         service.wait_until_quiet(bench.clock)
         return [
-            *(_time_row(bench, namespace, count, us_max, schema.record_bytes) for count, us_max in KEYS_AND_US_MAX),
+            *(row for count, us_max in KEYS_AND_US_MAX for row in _time_rows(bench, namespace, count, us_max, schema.record_bytes)),
             *_silence_rows(bench, service, namespace),
             _touch_row(bench, namespace),
         ]
@@ -76,11 +77,32 @@ def visit(slots: HostSlots, keys: Sequence[Key]) -> Callable[[], None]:
     return run
 
 
-def _time_row(bench: Bench, namespace: Namespace, count: int, us_max: float, record_bytes: int) -> Row:
+def visit_and_use(slots: HostSlots | Namespace, keys: Sequence[Key]) -> Callable[[], None]:
+    """Makes the function that visits `keys` once and asks for the tensor of each, as a layer does."""
+
+    def run() -> None:
+        with slots.acquire(keys) as lease:
+            for key in keys:
+                lease[key]["weight"]
+
+    return run
+
+
+def _time_rows(bench: Bench, namespace: Namespace, count: int, us_max: float, record_bytes: int) -> Iterator[Row]:
+    """Yields the time of visits alone, and of those in which each key is used; of these nothing is asked."""
     bench.tell(f"standing: {count} keys")
-    keys, calls = keys_of(count), bench.plan.latency_calls // bench.plan.rounds
+    keys = keys_of(count)
     slots = standing_slots(namespace, keys)
-    ours, plain = visit(slots, keys), lambda: namespace.acquire(keys).release()
+    alone = visit(slots, keys), lambda: namespace.acquire(keys).release()
+    used = visit_and_use(slots, keys), visit_and_use(namespace, keys)
+    row = _time_row(bench, *alone, case=f"p50, idle, {count} keys that stand", record_bytes=record_bytes)
+    yield judged(structs.replace(row, target=Target("value", "<=", us_max)))
+    yield _time_row(bench, *used, case=f"p50, idle, {count} keys that stand and are used", record_bytes=record_bytes)
+    slots.give_back()
+
+
+def _time_row(bench: Bench, ours: Callable[[], None], plain: Callable[[], None], *, case: str, record_bytes: int) -> Row:
+    calls = bench.plan.latency_calls // bench.plan.rounds
     for call in (ours, plain):
         time_calls(call, WARM_UP_CALLS, bench.clock)
 
@@ -92,18 +114,16 @@ def _time_row(bench: Bench, namespace: Namespace, count: int, us_max: float, rec
         return take
 
     pairs = sample_pairs(bench.plan.rounds, sample(ours), sample(plain))
-    slots.give_back()
-    row = Row(
-        name="visit", case=f"p50, idle, {count} keys that stand", subject=SUBJECT, record_bytes=record_bytes, unit="us",
+    return Row(
+        name="visit", case=case, subject=SUBJECT, record_bytes=record_bytes, unit="us",
         against="acquire and release", value=MICRO / pairs.rate, limit=MICRO / pairs.limit_rate, ratio=pairs.ratio,
-        ratio_min=pairs.ratio_min, ratio_max=pairs.ratio_max, target=Target("value", "<=", us_max),
+        ratio_min=pairs.ratio_min, ratio_max=pairs.ratio_max,
         parts={
             "ours_us": MICRO / pairs.rate, "limit_us": MICRO / pairs.limit_rate,
             "ours_us_min": MICRO / max(pair.ours.rate for pair in pairs.pairs),
             "ours_us_max": MICRO / min(pair.ours.rate for pair in pairs.pairs), "p99_us": pairs.parts()["p99_us"],
         },
     )  # fmt: skip
-    return judged(row)
 
 
 def _silence_rows(bench: Bench, service: Service, namespace: Namespace) -> list[Row]:

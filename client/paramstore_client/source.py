@@ -54,8 +54,13 @@ class WeightLease(Protocol):
 class HostLease(WeightLease, Protocol):
     """A lease of bytes in host memory."""
 
-    absent_count: int
-    """How many of its keys had to be waited for, as their bytes were not there."""
+    @property
+    def absent_count(self) -> int:
+        """How many of its keys had to be waited for, as their bytes were not there."""
+        ...
+
+    @property
+    def is_released(self) -> bool: ...
 
 
 class ArrivingLease(WeightLease, Protocol):

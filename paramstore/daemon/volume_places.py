@@ -51,7 +51,7 @@ def check_adds_nothing(config: Config) -> None:
 def check_new_places(config: Config) -> None:
     """Checks, where there is no store, that its volumes can be made where they are to lie. Raises ConfigError, VolumeError."""
     for index, path in enumerate(config.volume_paths):
-        if volume_directory(path).absolute().parent != config.dir.absolute():  # that is made first
+        if os.path.realpath(volume_directory(path).parent) != os.path.realpath(config.dir):  # that is made first
             _check_place(index, path)
 
 

@@ -261,6 +261,7 @@ class SlotPlan:
         visit.ahead_ready += one.is_awaited and one.is_ready
         visit.ahead_late += one.is_awaited and not one.is_ready
         one.is_passing = passes and one.is_ahead and not one.users
+        one.is_unproven = one.is_ahead and one.is_ready
         one.is_ahead = one.is_awaited = False
         self.counts.hits += one.is_ready
         self.counts.late += not one.is_ready

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 @dataclass(slots=True)
 class SlotCounts:
     """Keys since the plan was made. hits + late + misses + passed = keys of all visits; each miss, each passing and each key of
-    `ahead` is one load, and so is each late one that the host had evicted again. useful: loaded ahead and visited then, late ones
-    too; wasted: gone before any visit. ahead_bytes: what loads ahead have brought into host memory, as the host says; of those
-    under way none."""
+    `ahead` is one load. useful: loaded ahead and visited then, late ones too; wasted: gone before any visit. ahead_bytes: what
+    loads ahead have brought into host memory, as the host says; of those under way none."""
 
     hits: int = 0
     late: int = 0
@@ -29,10 +28,12 @@ class SlotCounts:
     failed: int = 0
     ahead_bytes: int = 0
 
-    def correct_hit(self) -> None:
-        """Counts a hit as late: what was loaded ahead had come, and was gone again."""
+    def take_back_hit(self) -> None:
+        """Counts a useful hit as a miss: what was loaded ahead was gone again before its visit."""
         self.hits -= 1
-        self.late += 1
+        self.useful -= 1
+        self.misses += 1
+        self.wasted += 1
 
     @property
     def loads(self) -> int:
@@ -43,7 +44,7 @@ class SlotCounts:
 class Held:
     """A key that stands in a slot, or is on its way there. One object for each load: a key that comes again gets another."""
 
-    __slots__ = ("is_ahead", "is_awaited", "is_gone", "is_passing", "is_ready", "is_spare", "key", "users")
+    __slots__ = ("is_ahead", "is_awaited", "is_gone", "is_passing", "is_ready", "is_spare", "is_unproven", "key", "users")
 
     def __init__(self, key: Hashable, *, is_ahead: bool) -> None:
         self.key = key
@@ -51,6 +52,8 @@ class Held:
         self.is_awaited = is_ahead
         """Whether its layer's visit, for which it was loaded ahead, is still to come."""
         self.is_ready = False
+        self.is_unproven = False
+        """Whether it was loaded ahead and counted as a hit, and nobody has seen the bytes yet."""
         self.is_gone = False
         self.is_passing = False
         """Whether it goes once the visit that it passes by for has used it."""

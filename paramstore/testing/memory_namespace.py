@@ -107,9 +107,6 @@ class MemoryLeaseTicket:
 class MemoryLease:
     """A lease with its own copies of some keys' part, which are spoiled at release."""
 
-    absent_count = 0
-    """As a `HostLease` has it: all is in memory."""
-
     def __init__(self, namespace: MemoryNamespace, keys: tuple[ExpertKey, ...], part: Part) -> None:
         self._namespace = namespace
         self._keys = keys
@@ -123,6 +120,8 @@ class MemoryLease:
                     tensor.copy_(namespace.values(key, part.name)[name])
         self._images = {key: buffer.tobytes() for key, buffer in self.buffers.items()}
         self.is_released = False
+        self.absent_count = len(namespace.evicted.intersection(keys))
+        namespace.evicted.difference_update(keys)
 
     def __getitem__(self, key: ExpertKey) -> Mapping[str, Tensor]:
         if self.is_released:
@@ -178,6 +177,8 @@ class MemoryNamespace:
         self.may_stand = True
         self.loans = MemoryLoans()
         self.is_closed = False
+        self.evicted: set[ExpertKey] = set()
+        """Keys whose next lease says that it had to wait for their bytes."""
         self.device_reports: list[tuple[list[ExpertKey], list[ExpertKey], int]] = []
         self.view_change_count = 0
         self.watchers: dict[object, Callable[[int, int], None]] = {}

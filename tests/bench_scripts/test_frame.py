@@ -84,7 +84,8 @@ def test_an_interrupt_leaves_a_report_of_the_rows_before_it(tmp_path: Path, caps
 
     out = tmp_path / "r.json"
     assert script.run(script.parser().parse_args(["--dir", str(tmp_path), "--out", str(out)]), measure) == 130
-    report = decode(out.read_bytes())
+    assert not out.exists()
+    report = decode((tmp_path / "r-interrupted.json").read_bytes())
     assert ([found.value for found in report.rows], report.machine["left_out"]) == ([0.5], {"what comes after": "an interrupt"})
     assert "left out: what comes after: an interrupt" in capsys.readouterr().err
 

@@ -99,6 +99,12 @@ def test_a_new_store_whose_volume_cannot_be_made_leaves_nothing(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_volume_in_the_new_store_s_own_directory_is_made_however_it_is_spelled(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    opens(config(tmp_path / "store", volumes=(tmp_path / "link" / "store" / "inside",)))
+    assert (tmp_path / "store" / "inside").is_dir()
+
+
 def test_the_same_directory_is_the_same_store(tmp_path: Path) -> None:
     first = with_store(config(tmp_path), identity)
     assert with_store(config(tmp_path), identity) == first

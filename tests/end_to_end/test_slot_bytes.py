@@ -55,7 +55,7 @@ def test_each_load_of_a_buffer_is_one_record_read_and_a_hit_is_none(served: str)
             assert (buffer.counts.hits, bytes_read(store)) == (3 * EXPERTS, read)
 
 
-def test_what_was_loaded_ahead_and_evicted_before_its_visit_is_late_and_read_again(served: str) -> None:
+def test_what_was_loaded_ahead_and_evicted_before_its_visit_is_a_miss_and_read_again(served: str) -> None:
     ahead = [(0, expert) for expert in range(EXPERTS)]
     with ps.connect(served) as store, store.open_namespace("served", min_lease_slots=SLOTS + 1) as reader:
         buffer, record_bytes = ps.ExpertBuffer(reader, SLOTS), reader.schema.record_bytes
@@ -64,7 +64,8 @@ def test_what_was_loaded_ahead_and_evicted_before_its_visit_is_late_and_read_aga
             reader.evict(ahead[:1]).wait()
             before = bytes_read(store)
             buffer.acquire(ahead).release()
-            assert (buffer.counts.hits, buffer.counts.late, buffer.counts.misses) == (EXPERTS - 1, 1, 0)
+            counts = buffer.counts
+            assert (counts.hits, counts.late, counts.misses, counts.wasted, counts.loads) == (EXPERTS - 1, 0, 1, 1, EXPERTS + 1)
             assert record_bytes <= bytes_read(store) - before <= record_bytes + 8192
 
 

@@ -80,7 +80,8 @@ class ExpertBuffer:
 
     def acquire(self, keys: Sequence[ExpertKey], /, part: str = "param", timeout_s: float | None = None) -> WeightLease:
         """Leases all keys or none; waits for those that do not stand. Raises CapacityError above `lease_slots`, LeaseError where
-        leases of this process hold the slots, and what the namespace's `acquire` raises; then nothing is leased."""
+        leases of this process hold the slots, and what the namespace's `acquire` raises; then nothing is leased. The end of its
+        `with` raises LeaseError where another thread has closed the namespace meanwhile."""
         return self._slots.acquire(plain_keys(keys), part=text("part", part), timeout_s=timeout_s)
 
     def acquire_arriving(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -68,10 +68,12 @@ class HostSlots:
         self._lock = threading.RLock()
         """Reentrant, as a signal's handler may close the store while its thread is in here."""
         self._plan = self._fresh_plan()
-        self._leases: dict[Held, WeightLease] = {}
+        self._leases: dict[Held, HostLease] = {}
         self._arriving: dict[Held, LeaseTicket] = {}
         self._visits: dict[SlotVisit, LeaseEnd] = {}
         """Those under way."""
+        self._dropped: deque[LeaseEnd] = deque()
+        """Those whose lease nobody has any more: the collector runs anywhere, also under the lock."""
         taken = (self._leases, self._arriving)  # not this object: a cycle would keep the promise until the collector comes by
         self._ahead = LoadsAhead(namespace, lambda held: any(held in among for among in taken))
         self._view = namespace.view_change_count
@@ -117,9 +119,12 @@ class HostSlots:
             self._is_deciding = False
             return lease
 
-    def begin_visit(self, visit: SlotVisit, end: LeaseEnd) -> None:
+    def begin_visit(self, plan: SlotPlan, visit: SlotVisit, lease: StandingLease) -> LeaseEnd:
         """Notes that the visit has an owner, who ends it, unless it is gone before. Called under the lock."""
+        end = LeaseEnd(lease, self._dropped.append)
+        end.plan, end.visit, end.used = plan, visit, {}
         self._visits[visit] = end
+        return end
 
     def end_visit(self, plan: SlotPlan, visit: SlotVisit) -> None:
         """Ends the visit of a StandingLease. Does nothing a second time, or in a forked child, where the lock may be held."""
@@ -174,12 +179,12 @@ class HostSlots:
                 _log.warning("a load ahead was given up: %s", error)
             self._is_deciding = False
 
-    def lease_of(self, held: Held) -> WeightLease:
+    def lease_of(self, held: Held) -> HostLease:
         """The lease that stands for `held`, once it has come. Raises what its load raises, LeaseError where it is gone."""
         lease = self._leases.get(held)
         return self._await(held) if lease is None else lease
 
-    def _await(self, held: Held) -> WeightLease:
+    def _await(self, held: Held) -> HostLease:
         """Waits for the lease of `held`, without the lock."""
         ticket = self._arriving.get(held)
         try:
@@ -196,7 +201,7 @@ class HostSlots:
             raise LeaseError(f"the lease of {held.key} has ended: its load failed, or its store was closed")
         return standing
 
-    def _settle(self, held: Held, lease: HostLease | None) -> WeightLease | None:
+    def _settle(self, held: Held, lease: HostLease | None) -> HostLease | None:
         """Notes the outcome of a load, None for one that failed. Gives what stands now: another thread may have been first."""
         with self._lock:
             self._begin()
@@ -205,8 +210,9 @@ class HostSlots:
                 if (ticket := self._arriving.get(held)) is not None:
                     ticket.abandon()
             else:
-                if lease.absent_count and held.is_ready and held not in self._leases:
-                    self._plan.counts.correct_hit()  # it was loaded ahead, and evicted before the visit
+                if lease.absent_count and held.is_unproven and not held.is_gone:
+                    self._plan.counts.take_back_hit()  # it was loaded ahead, and evicted before the visit
+                held.is_unproven = False
                 self._leases.setdefault(held, lease)
                 self._plan.arrive(held)
                 self._touched[held.key] = None  # type: ignore[index]  # the names are keys here
@@ -272,9 +278,11 @@ class HostSlots:
         if self._is_deciding:
             self._start_over()
         self._is_deciding = True
-        for visit, end in [*self._visits.items()]:
-            if end.is_due():
-                self._end(end.plan, visit)
+        while self._dropped:
+            end = self._dropped[0]
+            if end.visit in self._visits and end.leaves_slots():
+                self._end(end.plan, end.visit)
+            self._dropped.popleft()  # an interrupt before it ends the visit again, which does nothing
         if self.loans.count > self.loans.word[0]:
             self.loans.settle(self._plan, self._release_gone)
 
@@ -380,7 +388,7 @@ def _plan_of(slots: int, policy: str, layers: Sequence[int]) -> SlotPlan:
     return SlotPlan(slots, make_slot_policy(policy, slots, layers), held_most=most_for_one(slots))
 
 
-def _release_idle(leases: dict[Held, WeightLease], arriving: dict[Held, LeaseTicket], loans: Loans) -> None:
+def _release_idle(leases: dict[Held, HostLease], arriving: dict[Held, LeaseTicket], loans: Loans) -> None:
     """Gives back what no visit uses, and loans; a forward under way on another thread keeps its bytes, as any lease at a close."""
     for held in list(arriving):
         if not held.users and (ticket := arriving.pop(held, None)) is not None:

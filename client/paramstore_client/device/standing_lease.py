@@ -1,6 +1,6 @@
 """The lease of one visit of slots on the host: it ends the visit, and the leases below it stand.
 
-Where it is dropped no code of Python runs, in which an interrupt would be lost: who owns the visits looks which leases are gone.
+Where it is dropped no code of Python runs, in which an interrupt would be lost: who owns the visits is left word of it.
 What was used must have been held all the time: where another thread has closed the namespace meanwhile, its slots may have got
 others' bytes, and what was computed with them is refused.
 """
@@ -21,7 +21,7 @@ from paramstore.core.location import Identity
 from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held, SlotVisit
 from paramstore_client.device.visit_lease import VisitLease
-from paramstore_client.source import WeightLease
+from paramstore_client.source import HostLease
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class VisitOwner(Protocol):
     """Who decides visits, and has the leases that stand: `HostSlots`."""
 
-    def begin_visit(self, visit: SlotVisit, end: LeaseEnd) -> None:
+    def begin_visit(self, plan: SlotPlan, visit: SlotVisit, lease: StandingLease) -> LeaseEnd:
         """Notes that the visit has an owner, who ends it, unless it is gone before."""
         ...
 
@@ -37,7 +37,7 @@ class VisitOwner(Protocol):
         """Ends a visit; a second call does nothing."""
         ...
 
-    def lease_of(self, held: Held) -> WeightLease:
+    def lease_of(self, held: Held) -> HostLease:
         """The lease that stands for `held`, once it has come. Raises what its load raises, LeaseError where it is gone."""
         ...
 
@@ -55,21 +55,21 @@ class VisitOwner(Protocol):
 
 
 class LeaseEnd(weakref.ref["StandingLease"]):
-    """Outlives a lease, and says whether its visit is to be ended without it."""
+    """What is left of a lease that was dropped: its visit, and the leases that have given their tensors, but for those that have
+    passed by; none once it was released."""
+
+    __slots__ = ("plan", "used", "visit")
 
     plan: SlotPlan
-    used: dict[ExpertKey, WeightLease]
-    """The leases that have given their tensors, but for those that have passed by; none once it is released."""
-    is_told = False
-    """Whether it was logged that slots stay taken."""
+    visit: SlotVisit
+    used: dict[ExpertKey, HostLease]
 
-    def is_due(self) -> bool:
-        """Whether nobody has the lease, nor its tensors. These may live on without it: giving their slots away would change their
-        bytes under the caller's hands."""
-        if self() is None and self.used and not self.is_told:
-            _log.warning("a lease was dropped without release(): its slots stay taken")
-            self.is_told = True
-        return self() is None and not self.used
+    def leaves_slots(self) -> bool:
+        """Whether nobody has tensors either. These may live on without the lease: giving their slots away would change their bytes
+        under the caller's hands."""
+        if self.used:
+            _log.warning("a lease of %d keys was dropped without release(): its slots stay taken", len(self.used))
+        return not self.used
 
 
 class StandingLease(VisitLease):
@@ -84,9 +84,7 @@ class StandingLease(VisitLease):
         self._owner = owner
         self._plan = plan
         super().__init__(visit, view=view, timeout_s=timeout_s)
-        self._end = LeaseEnd(self)
-        self._end.plan, self._end.used = plan, {}
-        owner.begin_visit(visit, self._end)  # last: from here on its end is this object's affair
+        self._end = owner.begin_visit(plan, visit, self)  # last: from here on its end is this object's affair
 
     def __getitem__(self, key: ExpertKey, /) -> Mapping[str, Tensor]:
         lease = self._end.used[key] = self._owner.lease_of(self._held(key))
@@ -132,7 +130,8 @@ class StandingLease(VisitLease):
         try:
             if kind is None:
                 for key, lease in self._end.used.items():
-                    lease[key]  # raises where it was released meanwhile
+                    if lease.is_released:
+                        lease[key]  # raises
         finally:
             self.release()
 

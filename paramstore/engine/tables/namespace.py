@@ -190,14 +190,14 @@ class View:
 @dataclass(slots=True, eq=False)
 class LeaseRequest:
     """Request of `view` to lease all of `keys` or none. Once planned, `copies` are in order of `keys`, and `missing` of them still
-    load, of `absent_count` then."""
+    load."""
 
     view: View
     lease_id: int
     keys: Sequence[ExpertKey]
     copies: list[ParamCopy] = field(default_factory=list)
     missing: int = 0
-    absent_count: int = 0
+    absent_count: int = 0  # of the copies, those that had no bytes yet when it was planned
     error: ParamStoreError | None = None
     is_finished: bool = False
     future: object | None = None

@@ -177,6 +177,8 @@ class StoreTrial(Trial):
         except LeaseError:  # copies that the writer holds became an older step's, and take slots beside the ones it waited for
             assert request.view.step is None
             assert len(self.history) > called_at
+            assert any(copy.identity.version != self.model.working[copy.key].updates for copy in request.view.leased)
+            self.figures["refused for its own leases"] += 1
             return
         # A writer's lease that had to wait for slots sees the applies that were called until it got them.
         states = [expected] if request.view.step is not None else [expected, *self.history[called_at:]]

@@ -192,6 +192,27 @@ def test_what_is_still_loading_is_late_and_what_had_no_room_too() -> None:
     assert (slots.counts.hits, slots.counts.late, slots.counts.misses) == (1, 2, 1)
 
 
+def test_what_was_loaded_ahead_and_is_gone_at_its_visit_was_wasted_and_is_a_miss() -> None:
+    namespace, slots = make()
+    slots.prefetch(keys(0, 1))
+    namespace.evicted.update(keys(0, 2))
+    visit(slots, keys(0, 1, 2))
+    counts = slots.counts
+    assert (counts.hits, counts.late, counts.misses, counts.useful, counts.wasted, counts.loads) == (1, 0, 2, 1, 1, 4)
+
+
+def test_a_late_key_whose_load_ends_before_it_is_used_stays_late() -> None:
+    namespace, slots = make()
+    namespace.holds_prefetches = True
+    slots.prefetch(keys(0))
+    namespace.evicted.update(keys(0))
+    with slots.acquire_arriving(keys(0)) as late:
+        namespace.finish_prefetches()
+        visit(slots, keys(1))
+        assert late[0, 0]["down"].isfinite().all()
+    assert (slots.counts.hits, slots.counts.late, slots.counts.misses) == (0, 1, 1)
+
+
 def test_a_load_ahead_that_failed_is_asked_for_again() -> None:
     namespace, slots = make()
     slots.prefetch(keys(0))

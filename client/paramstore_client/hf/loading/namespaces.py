@@ -121,7 +121,7 @@ def _make(
         namespace.close()
         if isinstance(error, WriterFenced):
             way_on = "and goes on with what is there: load this model again once that is committed"
-            raise WriterFenced(f"another process fills the new namespace {name!r} since then, {way_on}") from error
+            raise WriterFenced(f"another process has begun to fill the new namespace {name!r}, {way_on}") from error
         raise
     return namespace
 

@@ -138,9 +138,11 @@ class LayerExperts(Unpicklable):
 
     def _check_step(self) -> None:
         if self._model.is_between_steps:
+            followed = "ps.hf.follow(model) takes it to the newest one, whole"
+            way_on = "it was copied, so load it again" if self._model.is_shared else followed
             raise StepMismatch(
                 "this model was cut off on its way to another step, so that its dense weights and its experts may be of two: "
-                "ps.hf.follow(model) takes it to the newest one, whole"
+                f"{way_on}"
             )
 
     def run(self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor) -> Tensor:

@@ -69,7 +69,11 @@ class Window:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
+        try:
+            if kind is None:
+                self._check_used()
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Gives the lease back; asking for weights takes one again."""
@@ -79,7 +83,14 @@ class Window:
             self._lease.release()  # a second call, after an interrupt, does nothing
             self._lease = None
 
+    def _check_used(self) -> None:
+        """Raises LeaseError where weights that were given out were released meanwhile, by a close on another thread."""
+        for position in self._made:
+            assert self._lease is not None, "weights were made of it"
+            self._lease[self._keys[position]]
+
     def _move_to(self, position: int) -> None:
+        self._check_used()
         self.release()
         while True:
             start = position - position % self._part_size

@@ -99,7 +99,7 @@ def _filled(expert: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 
 def _shallow(module: nn.Module) -> nn.Module:
     again: nn.Module = module.__new__(type(module))
-    children = {name: child and _shallow(child) for name, child in module._modules.items()}
+    children = {name: None if child is None else _shallow(child) for name, child in module._modules.items()}
     again.__dict__.update(module.__dict__, _modules=children)
     return again
 

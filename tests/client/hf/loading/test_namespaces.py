@@ -63,7 +63,7 @@ def test_of_two_that_fill_at_once_the_first_is_told_to_load_again_and_can(addres
             assert open_experts(other, "both", LAYOUT, schema, mode="infer", fill=fill).view_step == 0
             fill(namespace)
 
-        with pytest.raises(ps.WriterFenced, match=r"another process fills the new namespace 'both' .* load this model again"):
+        with pytest.raises(ps.WriterFenced, match=r"has begun to fill the new namespace 'both', .* load this model again"):
             open_experts(store, "both", LAYOUT, schema, mode="infer", fill=overtaken)
         assert open_experts(store, "both", LAYOUT, schema, mode="infer", fill=refuse).view_step == 0
 

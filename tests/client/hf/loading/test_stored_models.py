@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import paramstore as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, UnsupportedModel
 from paramstore_client.device.host_slots import HostSlots
+from paramstore_client.device.standing_lease import StandingLease
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.expert_memory import POLICIES
 from paramstore_client.hf.model.binding import layer_of
@@ -338,6 +339,27 @@ def test_as_many_models_fit_as_the_memory_that_they_name(address: str) -> None:
             new_model(store, "shared", mode="infer")
         with pytest.raises(ps.CapacityError, match=r"^namespace 'shared': min_lease_slots=1, but 0 of its"):
             new_model(store, "shared", mode="infer", min_lease_slots=1)
+
+
+@pytest.mark.parametrize("given", [{"experts_implementation": "eager"}, {"experts_implementation": "grouped_mm"}])
+def test_a_namespace_that_is_closed_while_the_last_expert_computes_ends_the_forward(
+    store: ps.Store, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = new_model(store, "closed", mode="infer", expert_memory=1000, **given)
+    namespace, end = ps.hf.namespace(model), StandingLease.__exit__
+    experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+
+    computed: list[object] = []
+    experts[-1].act_fn.register_forward_hook(lambda *_: computed.append(1))
+
+    def end_of_lease(lease: StandingLease, *error: Any) -> None:
+        if computed:
+            namespace.close()
+        end(lease, *error)
+
+    monkeypatch.setattr(StandingLease, "__exit__", end_of_lease)
+    with torch.no_grad(), pytest.raises(ps.UnknownNamespace):
+        model(tokens())
 
 
 @pytest.fixture

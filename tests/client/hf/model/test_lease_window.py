@@ -100,6 +100,20 @@ def test_other_bytes_in_a_later_pass_are_refused() -> None:
     assert not namespace.leased
 
 
+def test_weights_that_were_released_while_they_were_used_end_the_pass() -> None:
+    namespace = MemoryNamespace.of_swiglu(lease_slots=2)
+    window = window_of(namespace, 3)
+    window.weights(0)
+    namespace.leased[0].release()
+    with pytest.raises(LeaseError, match="was released"):
+        window.weights(1)
+    with pytest.raises(LeaseError, match="was released"):
+        window.__exit__(None, None, None)
+    window.weights(1)
+    window.__exit__(None, None, None)
+    assert not namespace.leased
+
+
 def test_given_part_size_leases_no_more() -> None:
     namespace = MemoryNamespace.of_swiglu(lease_slots=64)
     with window_of(namespace, 3, part_size=1) as window:
