@@ -12,6 +12,7 @@ decodes beside it, and with `--llama` llama.cpp on a mapped file, with the pages
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -119,7 +120,8 @@ def main() -> int:
     shape = replace(QUICK, dtype=SHAPES[arguments.dtype].dtype) if arguments.quick else SHAPES[arguments.dtype]
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
     measure_rows = partial(measure, shape=shape, rounds=rounds, peers=peers, has_peers_alone=arguments.peers)
-    return script.run(arguments, measure_rows, left_out=left_out)
+    facts = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "")}
+    return script.run(arguments, measure_rows, facts=facts, left_out=left_out)
 
 
 def measure(bench: Bench, *, shape: Shape, rounds: int, peers: Sequence[MeasurePeer], has_peers_alone: bool) -> Iterator[Row]:
