@@ -31,6 +31,7 @@ from paramstore_client.hf.checkpoint.shards import open_checkpoint
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.refusals import check_arguments, check_config
 from paramstore_client.hf.import_checkpoint import check_experts, check_imported, import_checkpoint
+from paramstore_client.hf.loading import spinning_threads
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
 from paramstore_client.hf.loading.namespaces import is_committed, open_experts
@@ -309,6 +310,7 @@ def join(
             source = make_tier(namespace, placement.slots or 1, device=placement.device, policy=policy)
         elif not trains:
             source = standing(namespace, slots=placement.slots, policy=policy)
+            spinning_threads.advise(source.lease_slots, len(namespace.layers) * namespace.experts)
         sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
         anchor = None if sentinel is None else sentinel.anchor
         stored = ModelExperts(
