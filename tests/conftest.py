@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paramstore.cli import signals
 from paramstore_testkit import trial
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -19,6 +20,9 @@ worker they would spin on a core that the one they wait for needs, ten times as 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A job that a shell's script runs in the background ignores Ctrl-C, as would every process that tests start to interrupt it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+HANDLERS = {number: signal.getsignal(number) for number in (*signals.ENDING, signal.SIGALRM)}
+"""What the test process does with the signals that a command takes over."""
 
 LONG_FILES = (
     "tests/crash/test_file_systems.py", "tests/properties/test_simulation.py", "tests/crash/test_crash_enumeration.py",
@@ -37,6 +41,17 @@ left_out: Counter[str] = Counter()
 """File -> its tests that only `make soak` runs."""
 collected: Counter[str] = Counter()
 """File -> its tests."""
+
+
+@pytest.fixture(autouse=True)
+def _signals_of_a_command() -> Iterator[None]:
+    """What a command that ran in the test's own process did with signals ends with the test, as it ends with a process."""
+    yield
+    signals._ending.give_back()
+    signals._ending = signals._Ending()
+    for number, handler in HANDLERS.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

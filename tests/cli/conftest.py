@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -15,15 +15,10 @@ from paramstore.cli.main import main
 
 
 @pytest.fixture(autouse=True)
-def _signals_of_a_command(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Signals as a terminal has them, whatever started the tests; what a command does with them in this process ends with it."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in signals.ENDING}
-    ending = signals._Ending()
-    monkeypatch.setattr(signals, "_ending", ending)
-    yield
-    ending.give_back()
-    for number, handler in before.items():
-        signal.signal(number, handler)
+def _signals_of_a_terminal() -> None:
+    """Signals as a terminal has them, whatever started the tests."""
+    for number in signals.ENDING:
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -184,14 +184,10 @@ def test_an_interrupted_generate_leaves_a_model_that_goes_on(where: str, monkeyp
         return multiply(self, *inputs)
 
     with source_of(twin, where):
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # another test may have left one of a command's
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr(ExpertStack, "grouped_mm", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    twin.stored.eval().generate(tokens(), **options)
-        finally:
-            signal.signal(signal.SIGINT, before)
+        with monkeypatch.context() as patch:
+            patch.setattr(ExpertStack, "grouped_mm", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                twin.stored.eval().generate(tokens(), **options)
         assert next(calls) == 10
         assert torch.equal(twin.stored.generate(tokens(), **options), expected)
     twin.namespace.close()
