@@ -3,7 +3,8 @@
 A token cannot be faster than its arithmetic and the bytes that its experts lack. In decoding the next layer's experts are not known
 before its router has run, so the two come one after the other: the limit is their sum. A prompt uses most experts of a layer, whose
 loads can lie beside the arithmetic: the limit is the slower of the two, and arithmetic alone in a ring whose layers compute longer
-than the next one loads. Lacking bytes are those of used experts that did not stand when the clock started; the rate is that of raw
+than the next one loads. Reads cost the arithmetic beside them memory bandwidth and time of a core, so the machine may not have that
+limit to give: what it has is timed too, the model in memory beside raw reads of as many bytes, and told with the row. Lacking bytes are those of used experts that did not stand when the clock started; the rate is that of raw
 O_DIRECT reads of records beside it.
 """
 
@@ -104,11 +105,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class PairedAnswer:
-    """One of ours beside the same in memory. rate: bytes a second of raw reads in the same round."""
+    """One of ours beside the same in memory. rate: bytes a second of raw reads in the same round. both_s: of a prompt that lacks
+    bytes, the same in memory while as many raw bytes are read, until both are over."""
 
     ours: Answer
     memory: Answer
     rate: float
+    both_s: float | None = None
 
     def limit_s(self, cell: Cell) -> float:
         """The least time of ours: arithmetic and lacking bytes, one after the other or beside each other."""
@@ -142,7 +145,7 @@ def row_of(cell: Cell, pairs: Sequence[PairedAnswer], *, record_bytes: int, fact
         "ours_s": median(pair.ours.seconds for pair in pairs), "memory_s": median(pair.memory.seconds for pair in pairs),
         "lacking_bytes": median(pair.ours.used.lacking_bytes for pair in pairs),
         "read_bytes": median(pair.ours.used.read_bytes for pair in pairs),
-        "raw_bytes_per_s": median(pair.rate for pair in pairs), **_counts(pairs, record_bytes), **facts,
+        "raw_bytes_per_s": median(pair.rate for pair in pairs), **_beside_reads(pairs), **_counts(pairs, record_bytes), **facts,
     }  # fmt: skip
     row = Row(
         name=work.name, case=cell.case, subject=SUBJECT, unit="tokens/s", record_bytes=record_bytes,
@@ -169,6 +172,16 @@ def count_rows_of(cell: Cell, pairs: Sequence[PairedAnswer], *, record_bytes: in
         ) for name, unit, value, bound in found
     ]  # fmt: skip
     return [judged(row) for row in rows]
+
+
+def _beside_reads(pairs: Sequence[PairedAnswer]) -> dict[str, float]:
+    timed = [(pair.both_s, pair.ours.seconds) for pair in pairs if pair.both_s is not None]
+    if not timed:
+        return {}
+    return {
+        "memory_beside_reads_s": median(both_s for both_s, _ in timed),
+        "of_memory_beside_reads": median(both_s / ours_s for both_s, ours_s in timed),
+    }
 
 
 def _counts(pairs: Sequence[PairedAnswer], record_bytes: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -97,8 +98,20 @@ class Models:
             ours, memory = self.run_ours(work, prompt), self._run_memory(work, prompt)
         check_logits(ours, memory, what=f"{work.name}, round {number}")
         visits = len(self.slots.layers) * max(1, work.new)
-        per_visit = round(ours.used.lacking_bytes / self.raw.record_bytes / visits)
-        return PairedAnswer(ours, memory, self.raw_rate(per_visit, start=number))
+        lacking = round(ours.used.lacking_bytes / self.raw.record_bytes)
+        rate = self.raw_rate(round(lacking / visits), start=number)
+        both_s = None if work.new or not lacking else self._memory_beside_reads(work, prompt, lacking)
+        return PairedAnswer(ours, memory, rate, both_s)
+
+    def _memory_beside_reads(self, work: Work, prompt: Tensor, records: int) -> float:
+        """Seconds until the model in memory has answered and as many raw records are read, both begun at once."""
+        order = [record % self.raw.record_count for record in range(records)]
+        with ThreadPoolExecutor(1) as pool:
+            started_s = time.perf_counter()
+            reads = pool.submit(self.raw.read, order)
+            self._run_memory(work, prompt)
+            reads.result()
+            return time.perf_counter() - started_s
 
     def _run_memory(self, work: Work, prompt: Tensor) -> Answer:
         return Answer(*run(self.memory, work, prompt))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -52,6 +54,13 @@ def test_a_resident_model_is_held_against_memory_and_others_against_the_limit() 
     assert (half.ratio, half.parts["of_memory"], half.holds) == (1.9, 0.95, True)
     prompt = row_of(Cell(PROMPT, 0.5, 2), [pair(4.0, 1.0, 4.0)], record_bytes=8, facts={})
     assert (prompt.ratio, prompt.holds, prompt.value, prompt.limit) == (0.5, False, 16.0, 32.0)
+
+
+def test_what_the_machine_can_do_beside_reads_is_told_with_a_prompt() -> None:
+    pairs = [replace(pair(8.0, 4.0, 8.0), both_s=both_s) for both_s in (5.0, 6.0, 7.0)]
+    row = row_of(Cell(PROMPT, 0.5, 1), pairs, record_bytes=8, facts={})
+    assert (row.parts["memory_beside_reads_s"], row.parts["of_memory_beside_reads"], row.ratio) == (6.0, 0.75, 0.5)
+    assert "of_memory_beside_reads" not in row_of(Cell(DECODING, 0.5, 1), [pair(8.0, 4.0, 8.0)], record_bytes=8, facts={}).parts
 
 
 @pytest.mark.parametrize(("threads", "holds"), [(1, False), (2, True)])
