@@ -4,8 +4,8 @@ A token cannot be faster than its arithmetic and the bytes that its experts lack
 before its router has run, so the two come one after the other: the limit is their sum. A prompt uses most experts of a layer, whose
 loads can lie beside the arithmetic: the limit is the slower of the two, and arithmetic alone in a ring whose layers compute longer
 than the next one loads. Reads cost the arithmetic beside them memory bandwidth and time of a core, so the machine may not have that
-limit to give: what it has is timed too, the model in memory beside raw reads of as many bytes, and told with the row. Lacking bytes are those of used experts that did not stand when the clock started; the rate is that of raw
-O_DIRECT reads of records beside it.
+limit to give: what it has is timed too, the model in memory beside raw reads of as many bytes, and told with the row. Lacking bytes
+are those of used experts that did not stand when the clock started; the rate is that of raw O_DIRECT reads of records beside it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def test_a_ring_reads_each_expert_once_for_a_prompt_and_has_all_of_them_asked_fo
         assert (used.uses, used.absent) == (LAYERS * EXPERTS, 0), "every expert is used, and on its way at least"
         assert used.read_bytes <= 1.06 * used.uses * (record_bytes + 4096), "none is read twice, and each with its header"
         assert used.read_bytes >= (used.uses - kept) * record_bytes, "what the daemon still has is not read again"
-        assert pair.both_s is not None and 0 < used.lacking_bytes <= (LAYERS - 1) * EXPERTS * record_bytes, "the first layer was there before"
+        assert pair.both_s is not None
+        assert 0 < used.lacking_bytes <= (LAYERS - 1) * EXPERTS * record_bytes, "the first layer was there before"
 
 
 def test_tokens_are_timed_behind_their_prompt_and_something_may_be_done_before_each(models: Models) -> None:
