@@ -12,7 +12,6 @@ decodes beside it, and with `--llama` llama.cpp on a mapped file, with the pages
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +49,7 @@ from paramstore_bench.decode.rows import (
     row_of,
 )
 from paramstore_bench.decode.runs import VOCABULARY, Models, prompt_of, run
-from paramstore_bench.frame import Script
+from paramstore_bench.frame import Script, wait_policy
 
 WORKS = (Work(16, new=24), Work(16), Work(64), Work(512))
 PEER_WORK = Work(16, new=4)
@@ -120,8 +119,7 @@ def main() -> int:
     shape = replace(QUICK, dtype=SHAPES[arguments.dtype].dtype) if arguments.quick else SHAPES[arguments.dtype]
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
     measure_rows = partial(measure, shape=shape, rounds=rounds, peers=peers, has_peers_alone=arguments.peers)
-    facts = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "")}
-    return script.run(arguments, measure_rows, facts=facts, left_out=left_out)
+    return script.run(arguments, measure_rows, facts=wait_policy(), left_out=left_out)
 
 
 def measure(bench: Bench, *, shape: Shape, rounds: int, peers: Sequence[MeasurePeer], has_peers_alone: bool) -> Iterator[Row]:

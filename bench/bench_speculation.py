@@ -1,8 +1,8 @@
 """Measures decoding through `ps.hf` with guesses of the next layer's router and without, in turns: with half, a quarter and a tenth
 of the experts in host memory, and on volumes so slow that loads take 0.5 and 1.5 times as long as arithmetic.
 
-Run it on an idle machine: `python bench/bench_speculation.py CACHE [--quick] [--dir DIR] [--out FILE]`. The figures go to
-bench/results/speculation-<date>.json. The model is a Qwen3-MoE byte model that was trained on the demo's text
+Run it on an idle machine: `python bench/bench_speculation.py CACHE [--quick] [--dtype float32] [--dir DIR] [--out FILE]`. The
+figures go to bench/results/speculation-<date>.json. The model is a Qwen3-MoE byte model that was trained on the demo's text
 (`paramstore_bench/guesses/byte_model.py`; ten minutes on one core, kept in CACHE) and widened with zeros to experts of real size:
 its routers and the way of its hidden states are those of a trained model, as far as one so small goes. It reads held-out text byte
 by byte. Logits of both ways are compared with those of the model in memory, bit for bit.
@@ -36,7 +36,7 @@ from paramstore.engine.planner.promises import slots_promising
 from paramstore.engine.tables.arena import segment_lengths
 from paramstore.errors import StepMismatch
 from paramstore_bench.decode_model import SETTINGS
-from paramstore_bench.frame import Script
+from paramstore_bench.frame import Script, wait_policy
 from paramstore_bench.guesses.byte_model import Recipe, Shape, open_byte_model, widened
 from paramstore_bench.guesses.slow_volume import reading_at
 from paramstore_bench.guesses.speculating import Cell, Decoded, limited, rows_of, waits_of
@@ -63,9 +63,12 @@ class Size:
     corpus_bytes: int
     new: int
     rounds: int
+    dtype: torch.dtype = torch.bfloat16
 
 
 FULL = Size(Recipe(), Shape(hidden=1024, inner=704, heads=32), SETTINGS.corpus_bytes, new=30, rounds=3)
+FULL_SIZES = {"bfloat16": FULL, "float32": replace(FULL, wide=replace(FULL.wide, inner=352), dtype=torch.float32)}
+"""By dtype, with experts of equal bytes. A processor without instructions for bf16 computes many times as fast in fp32."""
 SMALL = Shape(layers=2, experts=8, hidden=32, inner=16, heads=2, top_k=2)
 QUICK = Size(
     Recipe(shape=SMALL, batch=4, context=64, steps=20, warmup_steps=2, bits_max=99.0),
@@ -80,10 +83,14 @@ def main() -> int:
     """Runs the bench."""
     parser = SCRIPT.parser()
     parser.add_argument("cache", type=Path, help="a directory for the corpus and the trained model")
+    parser.add_argument("--dtype", choices=FULL_SIZES, default="bfloat16", help="of the wide model")
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers left it so
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     arguments = parser.parse_args()
-    return SCRIPT.run(arguments, lambda bench: Run(bench, QUICK if arguments.quick else FULL, arguments.cache).rows())
+    full = FULL_SIZES[arguments.dtype]
+    size = replace(QUICK, dtype=full.dtype) if arguments.quick else full
+    script = replace(SCRIPT, words="CACHE --dtype float32") if arguments.dtype == "float32" else SCRIPT
+    return script.run(arguments, lambda bench: Run(bench, size, arguments.cache).rows(), facts=wait_policy())
 
 
 class Run:
@@ -101,11 +108,11 @@ class Run:
             f"{size.recipe.steps} steps to {trained.held_out_bits:.2f} bits a byte, widened with zeros to hidden {wide.hidden}"
         )
         self.checkpoint = bench.directory / "checkpoint"
-        widened(trained.model, wide, dtype=torch.bfloat16).save_pretrained(self.checkpoint)
-        self.memory: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=torch.bfloat16)
+        widened(trained.model, wide, dtype=size.dtype).save_pretrained(self.checkpoint)
+        self.memory: Any = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=size.dtype)
         self.texts = texts_of(corpus, length=PROMPT + size.new, count=2 * (size.rounds + 1) * DOMAINS)
         self.image_bytes = ps.param_schema(
-            {"gate_up": ((2 * wide.inner, wide.hidden), "bfloat16"), "down": ((wide.hidden, wide.inner), "bfloat16")}
+            {"gate_up": ((2 * wide.inner, wide.hidden), size.dtype), "down": ((wide.hidden, wide.inner), size.dtype)}
         ).part("param").image_bytes
 
     def rows(self) -> Iterator[Row]:
@@ -135,7 +142,7 @@ class Run:
         ):
             ours = ps.hf.from_pretrained(
                 AutoModelForCausalLM, self.checkpoint, store=service.store, mode="infer", name="experts", expert_memory=slots,
-                dtype=torch.bfloat16,
+                dtype=self.size.dtype,
             )  # fmt: skip
             service.wait_until_quiet(self.bench.clock)
             for cell in cells:

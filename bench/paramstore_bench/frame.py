@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -147,3 +148,8 @@ def check_out(file: Path) -> None:
         tempfile.TemporaryFile(dir=file.parent).close()
     except OSError as error:
         raise ConfigError(f"--out {file}: {error.strerror}") from error
+
+
+def wait_policy() -> dict[str, str]:
+    """How torch's threads wait for each other, as a fact of a run: what spins takes a core from loads."""
+    return {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "")}

@@ -11,7 +11,7 @@ from paramstore.bench.context import Bench
 from paramstore.bench.report.rows import Row, Target, decode, judged
 from paramstore.errors import CapacityError
 from paramstore_bench import frame
-from paramstore_bench.frame import Script
+from paramstore_bench.frame import Script, wait_policy
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +104,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     script = Script("works", None)
     assert script.run(script.parser().parse_args(["--out", str(tmp_path / out)]), lambda bench: pytest.fail("measured")) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_a_run_says_how_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert wait_policy() == {"OMP_WAIT_POLICY": "PASSIVE"}
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert wait_policy() == {"OMP_WAIT_POLICY": ""}
