@@ -35,7 +35,6 @@ from paramstore_client.source import ExpertSource, HostLease, HostSource, HostTi
 
 REPORT_EVERY = 1024
 """Visits without a miss between two reports of what was used."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -164,9 +163,10 @@ class HostSlots:
                 raise
             self._is_deciding = False
 
-    def let_out(self, plan: SlotPlan, visit: SlotVisit, held: Held) -> None:
-        """Gives back the slot of what has passed by, to the visit's next key, or else to what was to be loaded ahead."""
-        with self._lock:
+    def let_out(self, plan: SlotPlan, visit: SlotVisit, held: Held, *, view: int, timeout_s: float | None) -> None:
+        """Gives back the slot of what has passed by, to the visit's next key, which the same message asks for, or else to what was
+        to be loaded ahead. view, timeout_s, errors: as for `let_in`."""
+        with self._lock, self.namespace.together():
             if visit.is_over:
                 return
             self._begin()
@@ -178,6 +178,7 @@ class HostSlots:
             except ParamStoreError as error:  # demand will ask again and raise the error where it matters
                 _log.warning("a load ahead was given up: %s", error)
             self._is_deciding = False
+            self.let_in(plan, visit, view=view, timeout_s=timeout_s)
 
     def lease_of(self, held: Held) -> HostLease:
         """The lease that stands for `held`, once it has come. Raises what its load raises, LeaseError where it is gone."""

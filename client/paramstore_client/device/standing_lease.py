@@ -49,8 +49,8 @@ class VisitOwner(Protocol):
         """Begins to load as many keys that pass by as there are slots for. due: the key that is used next."""
         ...
 
-    def let_out(self, plan: SlotPlan, visit: SlotVisit, held: Held) -> None:
-        """Gives back the slot of what has passed by."""
+    def let_out(self, plan: SlotPlan, visit: SlotVisit, held: Held, *, view: int, timeout_s: float | None) -> None:
+        """Gives back the slot of what has passed by, and lets the next ones in."""
         ...
 
 
@@ -141,4 +141,4 @@ class StandingLease(VisitLease):
     def _let_out(self, held: Held) -> None:
         if (lease := self._end.used.pop(held.key, None)) is not None:  # type: ignore[call-overload]  # the names are keys here
             lease[held.key]  # raises where it was released meanwhile
-        self._owner.let_out(self._plan, self._visit, held)
+        self._owner.let_out(self._plan, self._visit, held, view=self._view, timeout_s=self._timeout_s)

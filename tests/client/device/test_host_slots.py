@@ -7,7 +7,7 @@ import random
 import threading
 from _thread import interrupt_main
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from operator import call
 from typing import Any
 
@@ -18,7 +18,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
 from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, StoreUnavailable, UnknownKey
 from paramstore.policy.slot_visit import Held
-from paramstore.testing.memory_namespace import MemoryLeaseTicket, MemoryNamespace
+from paramstore.testing.memory_namespace import MemoryLease, MemoryLeaseTicket, MemoryNamespace
 from paramstore_client.device import host_slots, loads_ahead
 from paramstore_client.device.host_slots import HostSlots, standing
 from paramstore_client.device.loads_ahead import NothingAhead
@@ -320,6 +320,38 @@ def test_a_dropped_lease_ends_its_visit() -> None:
     del lease
     gc.collect()
     visit(slots, keys(1))
+
+
+def test_the_slot_of_what_has_passed_by_goes_with_the_request_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace, slots = make(lease_slots=2, slots=2)
+    sent: list[list[str]] = [[]]
+    depths = [0]
+    ask, settle = namespace.begin_acquire, namespace.settle_release
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        depths.append(depths[-1] + 1)
+        if depths[-1] == 1:
+            sent.append([])
+        yield
+        depths.pop()
+        if depths[-1] == 0:
+            sent.append([])
+
+    def asked_for(wanted: Sequence[ExpertKey], **given: Any) -> MemoryLeaseTicket:
+        sent[-1].append(f"ask {wanted[0][1]}")
+        return ask(wanted, **given)
+
+    def given_back(lease: MemoryLease) -> None:
+        sent[-1].append(f"give {lease.keys()[0][1]}")
+        settle(lease)
+
+    for name, function in (("together", together), ("begin_acquire", asked_for), ("settle_release", given_back)):
+        monkeypatch.setattr(namespace, name, function)
+    with slots.acquire_arriving(keys(0, 1, 2, 3), may_pass=True) as lease:
+        for key in lease.in_turn():
+            lease[key]
+    assert [messages for messages in sent if "give" in str(messages)] == [["give 1", "ask 2"], ["give 2", "ask 3"], ["give 3"]]
 
 
 @pytest.mark.parametrize("is_released", [True, False])
