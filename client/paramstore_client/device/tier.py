@@ -26,7 +26,7 @@ from torch import Tensor
 
 from paramstore.core.arguments import indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
-from paramstore.core.schema import Schema
+from paramstore.core.schema import Schema, dtype_name
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch, StepMismatch
 from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import SlotPlan
@@ -34,8 +34,9 @@ from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
 from paramstore_client.device.copier import make_copier
 from paramstore_client.device.copies import DeviceCopies
 from paramstore_client.device.device_lease import TURN_KEYS, DeviceLease, DeviceStats, DeviceTicket
-from paramstore_client.device.slots import DeviceCopy, DeviceSlots
+from paramstore_client.device.slots import DeviceCopy, DeviceSlots, Packed
 from paramstore_client.handle.base import plain_keys
+from paramstore_client.quantized.packed import is_packed, packed_tensors, unpack_all, unpacked
 from paramstore_client.source import HostSource, load_ahead
 
 REPORT_EVERY = 64
@@ -77,8 +78,9 @@ class DeviceTier:
     """An `ExpertSource` in front of a namespace: `StoredExperts(tier, layer)` computes on the device.
 
     slots: experts it has room for. policy: one of `paramstore.policy.make.SLOT_POLICIES`. layers: the order in which they are
-    visited, for those policies that know one; default the namespace's. Used by one thread at a time (the autograd thread
-    of a backward counts as its caller's). Owner of the plan, the copies and the prefetches under way.
+    visited, for those policies that know one; default the namespace's. dtype: what quantized experts become in their slots (those
+    of a namespace whose schema is packed); others have their own. Used by one thread at a time (the autograd thread of a backward
+    counts as its caller's). Owner of the plan, the copies and the prefetches under way.
 
     A hit costs no round trip while `namespace.view_change_count` stands still; when it has grown, each key is leased from the
     host once to compare identities, and copied again only if they differ. Host memory is registered with CUDA until the
@@ -90,7 +92,7 @@ class DeviceTier:
 
     def __init__(
         self, namespace: HostSource, slots: int, *, device: torch.device | str, policy: str = "decayed_lfu",
-        layers: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None, dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         if not isinstance(namespace, HostSource):
             raise wrong("namespace", namespace, "an open namespace")
@@ -99,11 +101,16 @@ class DeviceTier:
         self._make_plan = partial(_plan_of, text("policy", policy), order)
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
+        record = self.schema.part("param")
+        self._packed: Packed | None = None
+        if is_packed(self.schema):
+            self.schema = unpacked(namespace.schema, dtype_name(dtype))
+            self._packed = Packed(record, partial(unpack_all, packed_tensors(namespace.schema)))
         self.layers: Sequence[int] = namespace.layers
         self.experts: int = namespace.experts
         self.namespace = namespace
         self._part = self.schema.part("param")
-        self._copier = make_copier(self.device, bounce_bytes=self._part.image_bytes)
+        self._copier = make_copier(self.device, bounce_bytes=record.image_bytes)
         self.copies = DeviceCopies(namespace, self._make_plan(slots), self._make_slots(slots))
         self._prefetches: deque[DeviceTicket] = deque()
         self._touched: dict[ExpertKey, None] = {}
@@ -111,7 +118,7 @@ class DeviceTier:
         self._stop_watching = namespace.before_unmap(self._forget_memory)
 
     def _make_slots(self, count: int) -> DeviceSlots:
-        return DeviceSlots(self._part, count, device=self.device, copier=self._copier)
+        return DeviceSlots(self._part, count, device=self.device, copier=self._copier, packed=self._packed)
 
     @property
     def plan(self) -> SlotPlan:
