@@ -25,15 +25,17 @@ from torch import Tensor, nn
 
 from paramstore.clock import MonotonicClock
 from paramstore.directories import flush_directory
-from paramstore.errors import CheckpointError, ConfigError
+from paramstore.errors import CheckpointError, ConfigError, UnsupportedModel
 from paramstore_client.hf.checkpoint.hub_names import HubNames, dense_groups
 from paramstore_client.hf.checkpoint.progress import Progress, Report, reported
+from paramstore_client.hf.checkpoint.quantized_tensors import stored_of
 from paramstore_client.hf.checkpoint.recipes import expert_parameters, find_experts, read_tensor
 from paramstore_client.hf.checkpoint.shards import INDEX, WEIGHTS, Checkpoint
 from paramstore_client.hf.compat.conversions import Conversions, Reversion, natural_order, split, without_tied
 from paramstore_client.hf.import_checkpoint import check_schema
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
+from paramstore_client.quantized.packed import is_packed
 from paramstore_client.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor
 from paramstore_client.source import load_ahead
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
@@ -81,6 +83,10 @@ def export_checkpoint(
     layout = find_layout(model)
     source = _bound(model) if namespace is None else namespace
     check_schema(layout, source)
+    if is_packed(source.schema):
+        raise UnsupportedModel(
+            f"namespace {source.name!r} holds quantized experts as their checkpoint has them: copy that; they do not change here"
+        )
     target = Path(directory)
     if dense is not None:
         _check_apart(target, dense.directory)
@@ -219,7 +225,8 @@ class _FileWeights:
     def __init__(self, model: nn.Module, layout: ExpertLayout, checkpoint: Checkpoint) -> None:
         conversions = Conversions(model)
         found = find_experts(conversions, model, layout, checkpoint)
-        experts = {tensor.name for sources in found.values() for tensors in sources.values() for tensor in tensors}
+        everything = (tensor for sources in found.values() for tensors in sources.values() for tensor in tensors)
+        experts = {stored.name for tensor in everything for stored in stored_of(tensor)}
         self.reversion = Reversion(model, conversions.used() if experts else None)
         self._tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in experts}
         if not self._tensors:

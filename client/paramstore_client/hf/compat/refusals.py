@@ -23,6 +23,10 @@ ARGUMENTS = {
 """Arguments of from_pretrained that cannot go together with stored experts, and why."""
 
 
+SERVED = ("fp8", "mxfp4")
+"""Methods of quantization whose experts are served as they are."""
+
+
 def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raises UnsupportedModel for an argument of from_pretrained that stored experts exclude."""
     for name, reason in ARGUMENTS.items():
@@ -32,17 +36,42 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise UnsupportedModel("trust_remote_code=True: experts are stored for models of transformers itself; leave it out")
 
 
-def check_config(config: Any) -> None:
-    """Raises UnsupportedModel for a checkpoint whose experts are quantized."""
-    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
-        quantization = getattr(part, "quantization_config", None)
-        if quantization is not None:
-            given = quantization if isinstance(quantization, Mapping) else vars(quantization)
-            method = given.get("quant_method")
+def check_config(config: Any, *, mode: str = "train") -> None:
+    """Raises UnsupportedModel for a checkpoint whose experts are quantized, unless it is one that can be served and `mode` is
+    "infer"."""
+    for part in quantized_parts(config):
+        method = _method_of(part)
+        copy = "Load it once with dequantize=True in its quantization config, save_pretrained that, load the copy"
+        if method in SERVED and mode == "infer":
+            continue
+        if method in SERVED:
             raise UnsupportedModel(
-                f"the checkpoint is quantized ({getattr(method, 'value', method)}): its experts are not the tensors that a kernel "
-                "computes with. Load it once with dequantize=True in its quantization config, save_pretrained that, load the copy"
+                f"the checkpoint is quantized ({method}): such experts are served, by ps.hf.from_pretrained with mode='infer', and not "
+                f"trained. {copy}"
             )
+        raise UnsupportedModel(
+            f"the checkpoint is quantized ({method}): its experts are not the tensors that a kernel computes with; of quantized ones "
+            f"{' and '.join(SERVED)} are served. {copy}"
+        )
+
+
+def quantized_parts(config: Any) -> list[Any]:
+    """The configuration, and those in it, that say that weights are quantized."""
+    parts = (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {})))
+    return [part for part in parts if getattr(part, "quantization_config", None) is not None]
+
+
+def dequantize_dense(config: Any) -> None:
+    """Has transformers dequantize, as it loads, what it loads itself: the dense part."""
+    for part in quantized_parts(config):
+        given = part.quantization_config
+        part.quantization_config = {**(given if isinstance(given, Mapping) else given.to_dict()), "dequantize": True}
+
+
+def _method_of(part: Any) -> str:
+    given = part.quantization_config
+    method = (given if isinstance(given, Mapping) else vars(given)).get("quant_method")
+    return str(getattr(method, "value", method))
 
 
 def why_no_experts(model: nn.Module) -> str:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from paramstore.errors import UnsupportedModel
-from paramstore_client.hf.compat.refusals import ARGUMENTS, check_arguments, check_config
+from paramstore_client.hf.compat.refusals import ARGUMENTS, check_arguments, check_config, dequantize_dense
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -22,6 +22,25 @@ def test_other_arguments_pass() -> None:
 def test_quantized_checkpoint_is_refused_with_advice(quantization: object) -> None:
     with pytest.raises(UnsupportedModel, match=r"(fp8|mxfp4).*dequantize=True"):
         check_config(SimpleNamespace(quantization_config=quantization))
+    check_config(SimpleNamespace(quantization_config=quantization), mode="infer")
+
+
+def test_other_quantization_is_refused_in_either_mode() -> None:
+    config = SimpleNamespace(quantization_config={"quant_method": "gptq"})
+    for mode in ("train", "infer"):
+        with pytest.raises(UnsupportedModel, match=r"gptq.*fp8 and mxfp4 are served.*dequantize=True"):
+            check_config(config, mode=mode)
+
+
+def test_the_dense_part_is_dequantized_wherever_it_is_configured() -> None:
+    given = SimpleNamespace(to_dict=lambda: {"quant_method": "mxfp4"})
+    text = SimpleNamespace(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    config = SimpleNamespace(sub_configs={"text_config": object}, text_config=text, quantization_config=given)
+    dequantize_dense(config)
+    assert config.quantization_config == {"quant_method": "mxfp4", "dequantize": True}
+    assert text.quantization_config == {"quant_method": "fp8", "weight_block_size": [128, 128], "dequantize": True}
+    dequantize_dense(plain := SimpleNamespace())
+    assert vars(plain) == {}
 
 
 def test_quantized_part_of_a_composite_model_is_refused() -> None:

@@ -110,6 +110,17 @@ def test_models_are_placed_where_their_dense_part_is(monkeypatch: pytest.MonkeyP
     assert Placement.of(model, layout, schema, ExpertMemory("lru", 5), cache_shape=None) == Placement(device, 5)
 
 
+def test_quantized_experts_stand_in_slots_on_the_cpu_too_of_a_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_on_meta().to_empty(device="cpu")
+    layout = find_layout(model)
+    schema = layout.schema(None)
+    monkeypatch.setattr(placement, "available_bytes", lambda: 4 * 3 * schema.record_bytes)
+    for memory, slots in ((ExpertMemory("lru", 5), 5), (ExpertMemory("lru"), 3)):
+        assert Placement.of(model, layout, schema, memory, cache_shape=None, is_packed=True) == Placement(CPU, slots)
+    monkeypatch.setattr(placement, "available_bytes", lambda: 0)
+    assert Placement.of(model, layout, schema, ExpertMemory("lru"), cache_shape=None, is_packed=True) == Placement(CPU, 1)
+
+
 @pytest.mark.parametrize(
     "there", [None, "auto", "cpu", 1, "cuda", "cuda:1", {"": torch.device("cuda")}, {"a": "disk", "": "meta"}], ids=str
 )
@@ -177,7 +188,7 @@ def test_a_loaded_model_computes_in_slots_as_in_leases(
     torch.manual_seed(0)
     leased = ps.hf.from_config(auto, tiny_config("qwen3_moe"), **given)
     leased.save_pretrained(tmp_path)
-    monkeypatch.setattr(Placement, "of", lambda model, layout, schema, memory, cache_shape: Placement(CPU, memory.given))
+    monkeypatch.setattr(Placement, "of", lambda model, layout, schema, memory, **_: Placement(CPU, memory.given))
     there = ps.hf.from_pretrained(auto, tmp_path, expert_memory=slots, residency="ring", **given)
     with ps.hf.namespace(leased), ps.hf.namespace(there), torch.no_grad():
         tier = layer_of(next(iter(experts_modules(there).values()))).source

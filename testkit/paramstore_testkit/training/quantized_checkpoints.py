@@ -1,0 +1,91 @@
+"""Small checkpoints whose experts are quantized, as the hub has them: files that transformers alone reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+
+BLOCK, GROUP = 128, 32
+E4M3_MAX = 448.0
+FILE = "model.safetensors"
+Tensors = dict[str, Tensor]
+
+
+def qwen3_config() -> Qwen3MoeConfig:
+    """Of experts whose sizes are whole blocks of fp8."""
+    return Qwen3MoeConfig(  # type: ignore[call-arg]  # its stub lacks one
+        vocab_size=128, hidden_size=2 * BLOCK, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        intermediate_size=BLOCK, moe_intermediate_size=BLOCK, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
+    )  # fmt: skip
+
+
+def gpt_oss_config() -> GptOssConfig:
+    """Of experts whose sizes are whole groups of mxfp4."""
+    return GptOssConfig(
+        vocab_size=128, hidden_size=2 * GROUP, intermediate_size=3 * GROUP, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=256,
+    )  # fmt: skip
+
+
+def fp8_checkpoint(directory: Path, *, seed: int = 0) -> Path:
+    """A Qwen3-MoE as Qwen3-FP8 is: every projection in fp8 with a scale for each 128 x 128."""
+
+    def quantize(tensors: Tensors) -> Tensors:
+        made: Tensors = {}
+        for name, tensor in tensors.items():
+            if not name.endswith("_proj.weight"):
+                made[name] = tensor
+                continue
+            rows, columns = tensor.shape
+            blocks = tensor.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+            scales = blocks.abs().amax(dim=(1, 3)) / E4M3_MAX
+            made[name] = (blocks / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+            made[f"{name}_scale_inv"] = scales
+        return made
+
+    quantization = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(2))],
+    }  # fmt: skip
+    return _checkpoint(directory, qwen3_config(), quantize, quantization, seed=seed)
+
+
+def mxfp4_checkpoint(directory: Path, *, seed: int = 0) -> Path:
+    """A gpt-oss as the hub has it: experts in mxfp4, all else in bf16. The experts' values are drawn anew."""
+
+    def quantize(tensors: Tensors) -> Tensors:
+        made: Tensors = {}
+        for name, tensor in tensors.items():
+            if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                made[name] = tensor
+                continue
+            experts, columns, rows = tensor.shape
+            shape = experts, rows, columns // GROUP
+            made[f"{name}_blocks"] = torch.randint(256, (*shape, GROUP // 2), dtype=torch.uint8)
+            made[f"{name}_scales"] = torch.randint(119, 123, shape, dtype=torch.uint8)
+        return made
+
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return _checkpoint(directory, gpt_oss_config(), quantize, {"quant_method": "mxfp4", "modules_to_not_convert": kept}, seed=seed)
+
+
+CHECKPOINTS: dict[str, Callable[..., Path]] = {"fp8": fp8_checkpoint, "mxfp4": mxfp4_checkpoint}
+
+
+def _checkpoint(
+    directory: Path, config: Any, quantize: Callable[[Tensors], Tensors], quantization: dict[str, Any], *, seed: int
+) -> Path:  # fmt: skip
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
+    save_file(quantize(load_file(directory / FILE)), directory / FILE, metadata={"format": "pt"})
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantization}))
+    return directory

@@ -1,0 +1,124 @@
+"""Checkpoints of fp8 and of mxfp4 are served as they are: the logits of the model that transformers makes of them, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import paramstore as ps
+from paramstore.errors import CheckpointError, UnsupportedModel
+from paramstore_client.device.tier import DeviceTier
+from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.model.binding import layer_of
+from paramstore_client.hf.model.layout import experts_modules
+from paramstore_testkit.training.quantized_checkpoints import CHECKPOINTS, FILE
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+
+SLOTS = 16, 5, 1
+"""All experts of both layers, some of them, one."""
+
+
+@pytest.fixture(scope="module", params=CHECKPOINTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return CHECKPOINTS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def memory(checkpoint: Path) -> Any:
+    """The model as transformers loads it, with the kernel that ours runs."""
+    return auto().from_pretrained(checkpoint, dtype=torch.bfloat16, experts_implementation="grouped_mm").eval()
+
+
+def auto() -> Any:
+    return modeling.transformers().AutoModelForCausalLM
+
+
+def tokens(count: int = 24) -> torch.Tensor:
+    return torch.randint(128, (2, count), generator=torch.Generator().manual_seed(3))
+
+
+def served(store: ps.Store, checkpoint: Path, **options: Any) -> Any:
+    given = {"mode": "infer", "name": checkpoint.name, "dtype": torch.bfloat16, "experts_implementation": "grouped_mm", **options}
+    return ps.hf.from_pretrained(auto(), checkpoint, store=store, **given).eval()
+
+
+@pytest.fixture
+def model(store: ps.Store, checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = served(store, checkpoint, expert_memory=getattr(request, "param", 5))
+    with ps.hf.namespace(made):
+        yield made
+
+
+@pytest.mark.parametrize("model", SLOTS, indirect=True)
+@torch.no_grad()
+def test_logits_and_tokens_are_those_of_memory(model: Any, memory: Any) -> None:
+    ids = tokens()
+    assert torch.equal(model(input_ids=ids).logits, memory(input_ids=ids).logits)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), memory.generate(ids, **options))
+
+
+def test_records_hold_the_bytes_of_the_checkpoint(model: Any, checkpoint: Path) -> None:
+    stored = load_file(checkpoint / FILE)
+    whole_and_rows = [*stored.values(), *(row for tensor in stored.values() if tensor.dim() > 1 for row in tensor)]
+    bytes_of = {tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in whole_and_rows}
+    namespace = ps.hf.namespace(model)
+    with namespace.acquire([(1, 3)]) as lease:
+        for name, tensor in lease[1, 3].items():
+            assert tensor.contiguous().view(torch.uint8).numpy().tobytes() in bytes_of, name
+    share = namespace.schema.record_bytes / tier_of(model).schema.record_bytes
+    assert share < 0.75, "headers and pages weigh much in so small an expert"
+
+
+def test_what_stands_is_unpacked(model: Any) -> None:
+    assert {field.dtype for field in tier_of(model).schema.part("param").fields} == {"bfloat16"}
+    counts = ps.hf.counts(model)
+    model(input_ids=tokens())
+    after = ps.hf.counts(model)
+    assert after.hits + after.misses + after.passed + after.late > counts.hits + counts.misses + counts.passed + counts.late
+
+
+def test_training_is_refused_with_advice(store: ps.Store, checkpoint: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"served.*mode='infer', and not trained.*dequantize=True"):
+        ps.hf.from_pretrained(auto(), checkpoint, store=store, name="never")
+    assert "never" not in {known["name"] for known in store.namespaces()}
+
+
+def test_a_method_that_is_not_served_is_refused_with_advice(store: ps.Store, checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=r"compressed-tensors.*fp8 and mxfp4 are served.*dequantize=True"):
+        served(store, tmp_path, name="never")
+
+
+@pytest.mark.parametrize("damage", ["scales of another shape", "scales missing", "another dtype"])
+def test_a_damaged_checkpoint_is_refused_before_a_namespace_is_made(
+    damage: str, store: ps.Store, checkpoint: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(checkpoint / FILE)
+    name = next(name for name in tensors if "layers.1" in name and "experts" in name and name.endswith(("_scale_inv", "_scales")))
+    if damage == "scales of another shape":
+        tensors[name] = tensors[name].flatten()[:-1].clone()
+    elif damage == "scales missing":
+        del tensors[name]
+    else:
+        tensors[name] = tensors[name].to(torch.int32)
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=name.removesuffix("_scale_inv").removesuffix("_scales").replace(".", r"\.")):
+        served(store, tmp_path, name="never")
+    assert "never" not in {known["name"] for known in store.namespaces()}
+
+
+def tier_of(model: Any) -> DeviceTier:
+    source = layer_of(next(iter(experts_modules(model).values()))).source
+    assert isinstance(source, DeviceTier)
+    return source
