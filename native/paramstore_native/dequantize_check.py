@@ -19,11 +19,15 @@ MXFP4_SHAPES = ((256, 16), (33, 3), (1, 1), (31, 2))
 
 def difference(kernel: Kernel) -> str:
     """The first difference between the kernel's results and torch's, in words; empty if there is none."""
-    generator = torch.Generator().manual_seed(21)
+    with torch.device("cpu"):  # whatever the program's default is
+        return _difference(kernel, torch.Generator().manual_seed(21))
+
+
+def _difference(kernel: Kernel, generator: torch.Generator) -> str:
     for shape, grid in FP8_SHAPES:
         weight = _bytes(shape, generator).view(torch.float8_e4m3fn)
-        plain = torch.rand(grid, generator=generator)
-        halfway = torch.randint(8, 16, grid, generator=generator) * 2.0 + 1.0  # by an odd number of fp8: between two of bf16
+        plain = torch.rand(grid, generator=generator, dtype=torch.float32)
+        halfway = torch.randint(8, 16, grid, generator=generator).float() * 2 + 1  # by an odd number of fp8: between two of bf16
         any_bits = _bytes((*grid, 4), generator).view(torch.float32)[..., 0]
         for scales in (plain, plain * 2.0**-120, plain * 2.0**120, halfway, any_bits):
             if reason := _compared(f"fp8 {shape}", fp8_by_kernel(kernel, weight, scales), fp8_by_torch(weight, scales)):

@@ -14,8 +14,9 @@ It was never run on a GPU.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -74,6 +75,17 @@ def _plan_of(policy: str, layers: Sequence[int], slots: int) -> SlotPlan:
     return SlotPlan(slots, make_slot_policy(policy, slots, layers))
 
 
+def _weakly(method: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """The method, called while its object is there."""
+    reference = weakref.WeakMethod(method)
+
+    def told(address: int, length_bytes: int) -> None:
+        if (alive := reference()) is not None:
+            alive(address, length_bytes)
+
+    return told
+
+
 class DeviceTier:
     """An `ExpertSource` in front of a namespace: `StoredExperts(tier, layer)` computes on the device.
 
@@ -115,7 +127,9 @@ class DeviceTier:
         self._prefetches: deque[DeviceTicket] = deque()
         self._touched: dict[ExpertKey, None] = {}
         self._acquire_count = 0
-        self._stop_watching = namespace.before_unmap(self._forget_memory)
+        self._stop_watching = namespace.before_unmap(self._forget_memory if self.device.type != "cpu" else _weakly(self._forget_memory))
+        if self.device.type == "cpu":  # nothing is registered: a model that is dropped takes its tier along
+            weakref.finalize(self, self._stop_watching).atexit = False
 
     def _make_slots(self, count: int) -> DeviceSlots:
         return DeviceSlots(self._part, count, device=self.device, copier=self._copier, packed=self._packed)

@@ -5,6 +5,8 @@ On the CPU, in bfloat16, the native kernel does it where there is one; elsewhere
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -39,10 +41,16 @@ def mxfp4(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
     if kernel is not None:
         kernel.mxfp4(blocks.data_ptr(), scales.data_ptr(), out.data_ptr(), rows=n, groups=groups)
         return
-    values = torch.tensor(FP4_VALUES, dtype=out.dtype, device=out.device)
     nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).int()
-    scaled = torch.ldexp(values[nibbles], scales.int()[..., None] - EXPONENT_BIAS)
+    scaled = torch.ldexp(_table(out.dtype, out.device)[nibbles], scales.int()[..., None] - EXPONENT_BIAS)
     out.copy_(scaled.view(n, -1).t())
+
+
+@lru_cache
+def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The values by their bits. On a device the first call waits for it."""
+    with torch.inference_mode(False):
+        return torch.tensor(FP4_VALUES, dtype=dtype).to(device)
 
 
 def _is_native(packed: Tensor, out: Tensor) -> bool:
