@@ -13,7 +13,7 @@ import typer
 
 from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.signals import end_as_interrupt, told
-from paramstore.errors import NamespaceExists, StoreUnavailable
+from paramstore.errors import CheckpointError, NamespaceExists, StoreUnavailable
 
 NO_OPTIMIZER = "none"
 
@@ -52,8 +52,8 @@ def import_checkpoint(
     directory = checkpoint_directory(path)  # told before the imports that take seconds
     from paramstore_client.hf.checkpoint.progress import bar
     from paramstore_client.hf.checkpoint.skeleton import skeleton
-    from paramstore_client.hf.import_checkpoint import check_experts
     from paramstore_client.hf.import_checkpoint import import_checkpoint as run
+    from paramstore_client.hf.import_checkpoint import packed_schema
     from paramstore_client.hf.model.layout import find_layout
 
     model = skeleton(directory, dtype=dtype)
@@ -67,7 +67,8 @@ def import_checkpoint(
         steps = {entry["name"]: entry["committed_step"] for entry in store.namespaces()}
         if (step := steps.get(namespace)) is not None:
             raise NamespaceExists(f"namespace {namespace!r} is committed at step {step}: import into another --namespace")
-        check_experts(directory, layout, model)  # a namespace that was made for nothing would stay
+        if packed_schema(directory, layout, model) is not None:  # a namespace that was made for nothing would stay
+            raise CheckpointError(f"{directory}: its experts are quantized: ps.hf.from_pretrained with mode='infer' serves them")
         opened = store.create_namespace(namespace, schema, layers=layout.layers, experts=layout.experts, host_bytes=host_share)
         try:
             with bar("import") as report:

@@ -85,7 +85,8 @@ def _checkpoint(
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
-    save_file(quantize(load_file(directory / FILE)), directory / FILE, metadata={"format": "pt"})
+    plain = {name: tensor.clone() for name, tensor in load_file(directory / FILE).items()}  # not mapped: the file is replaced
+    save_file(quantize(plain), directory / FILE, metadata={"format": "pt"})
     file = directory / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": quantization}))
     return directory

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="module")
 def memory(checkpoint: Path) -> Any:
     """The model as transformers loads it, with the kernel that ours runs."""
-    return auto().from_pretrained(checkpoint, dtype=torch.bfloat16, experts_implementation="grouped_mm").eval()
+    config = modeling.transformers().AutoConfig.from_pretrained(checkpoint)
+    config.quantization_config["dequantize"] = True  # where there is a GPU it would not be
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "experts_implementation": "grouped_mm"}
+    return auto().from_pretrained(checkpoint, config=config, **options).eval()
 
 
 def auto() -> Any:
@@ -77,6 +83,7 @@ def test_records_hold_the_bytes_of_the_checkpoint(model: Any, checkpoint: Path) 
     assert share < 0.75, "headers and pages weigh much in so small an expert"
 
 
+@torch.no_grad()
 def test_what_stands_is_unpacked(model: Any) -> None:
     assert {field.dtype for field in tier_of(model).schema.part("param").fields} == {"bfloat16"}
     counts = ps.hf.counts(model)
@@ -99,7 +106,9 @@ def test_a_method_that_is_not_served_is_refused_with_advice(store: ps.Store, che
         served(store, tmp_path, name="never")
 
 
-@pytest.mark.parametrize("damage", ["scales of another shape", "scales missing", "another dtype"])
+@pytest.mark.parametrize(
+    "damage", ["scales of another shape", "scales missing", "another dtype", "half of the experts' scales", "one expert in bf16"]
+)
 def test_a_damaged_checkpoint_is_refused_before_a_namespace_is_made(
     damage: str, store: ps.Store, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -109,13 +118,47 @@ def test_a_damaged_checkpoint_is_refused_before_a_namespace_is_made(
         tensors[name] = tensors[name].flatten()[:-1].clone()
     elif damage == "scales missing":
         del tensors[name]
+    elif damage == "half of the experts' scales":
+        tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
+    elif damage == "one expert in bf16":
+        values = name.replace("_scale_inv", "").replace("_scales", "_blocks")
+        tensors[values] = torch.zeros(tensors[values].shape, dtype=torch.bfloat16)
     else:
         tensors[name] = tensors[name].to(torch.int32)
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=name.removesuffix("_scale_inv").removesuffix("_scales").replace(".", r"\.")):
+    named = re.escape(name.removesuffix("_scale_inv").removesuffix("_scales"))
+    with pytest.raises(CheckpointError, match=f"{named}|several kinds"):
         served(store, tmp_path, name="never")
     assert "never" not in {known["name"] for known in store.namespaces()}
+
+
+def test_a_checkpoint_that_does_not_say_that_it_is_quantized_is_refused(
+    store: ps.Store, checkpoint: Path, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(load_file(checkpoint / FILE), tmp_path / FILE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="no quantization_config"):
+        served(store, tmp_path, name="never")
+    assert "never" not in {known["name"] for known in store.namespaces()}
+
+
+def test_an_export_is_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="quantized experts as their checkpoint has them: copy that"):
+        ps.hf.export_checkpoint(model, tmp_path, namespace=ps.hf.namespace(model))
+
+
+def test_a_model_that_is_dropped_leaves_its_memory_to_the_next(store: ps.Store, checkpoint: Path) -> None:
+    model = served(store, checkpoint, expert_memory=5)
+    promised, tier = ps.hf.namespace(model).lease_slots, weakref.ref(tier_of(model))
+    del model
+    gc.collect()
+    assert tier() is None
+    model = served(store, checkpoint, expert_memory=5)
+    assert ps.hf.namespace(model).lease_slots == promised
+    ps.hf.namespace(model).close()
 
 
 def tier_of(model: Any) -> DeviceTier:

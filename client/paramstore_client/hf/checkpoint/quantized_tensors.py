@@ -17,6 +17,7 @@ from paramstore_client.safetensors_file import DTYPES, StoredTensor
 
 FP8_SCALE = "_scale_inv"
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+BYTES = "U8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def paired(tensors: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
             continue
         if suffix == MXFP4_SCALES and base + MXFP4_BLOCKS in tensors:
             continue
-        if suffix == MXFP4_BLOCKS:
+        if suffix == MXFP4_BLOCKS and tensor.dtype == BYTES:
             if (scales := tensors.get(base + MXFP4_SCALES)) is None:
                 raise CheckpointError(f"{tensor} has no scales: {base + MXFP4_SCALES!r} is missing")
             found[base] = QuantizedTensor(MXFP4, base, tensor, scales)

@@ -32,6 +32,8 @@ from paramstore_client.tensors import mapped
 
 Found = Mapping[str, Mapping[str | None, list[CheckpointTensor]]]
 """Per parameter of the model, per pattern of the converter that makes it (None without one), the tensors that it is made of."""
+_Kind = tuple[ExpertTensor, tuple[tuple[str | None, tuple[int, ...], str], ...]]
+"""A tensor of the experts, and what it is made of: by pattern, shape and dtype."""
 FLOATS = ("F32", "BF16", "F16")
 """Dtypes of weights that can be computed with as they are."""
 SAMPLES_MAX = 1024
@@ -94,13 +96,23 @@ class ExpertSource:
         return Recipe(target, tensor, sources, is_per_expert)
 
     def _check(self) -> None:
-        seen: set[object] = set()
+        seen: set[_Kind] = set()
+        quantized = set[ExpertTensor]()
         for recipes in self._recipes.values():
             for recipe in recipes:
                 for expert in range(self._layout.experts):
-                    self._check_one(recipe, recipe.of(expert), seen)
+                    sources = recipe.of(expert)
+                    self._check_one(recipe, sources, seen)
+                    if _is_quantized(sources):
+                        quantized.add(recipe.tensor)
+        for tensor in quantized:
+            if len(kinds := [stored for of, stored in seen if of == tensor]) > 1:
+                raise CheckpointError(
+                    f"{self._directory}: {tensor.name!r} of its experts is of several kinds, {kinds[:2]}: quantized experts are served "
+                    "where all have one"
+                )
 
-    def _check_one(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor], seen: set[object]) -> None:
+    def _check_one(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor], seen: set[_Kind]) -> None:
         """Checks what `recipe` makes of one expert's `sources`. seen: what need not be checked again."""
         everything = [(pattern, stored) for pattern, source in sources.items() for stored in stored_of(source)]
         shapes = tuple((pattern, stored.shape, stored.dtype) for pattern, stored in everything)
@@ -152,7 +164,7 @@ class ExpertSource:
         more than that."""
         known = recipe.tensor, tuple(sources)
         if known not in self._orders:
-            self._orders[known] = [*sources] if len(sources) == 1 else self._tried_order(recipe, sources)
+            self._orders[known] = [None] if [*sources] == [None] else self._tried_order(recipe, sources)
         return self._orders[known]
 
     def _tried_order(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> list[str | None]:
@@ -177,8 +189,8 @@ class ExpertSource:
             if _is_quantized(sources):
                 fields.update((name, spec_of(stored)) for name, stored in self._fields(recipe, sources))
             else:
-                (dtype,) = {spec_of(stored)[1] for source in sources.values() for stored in stored_of(source)}
-                fields[recipe.tensor.name] = recipe.tensor.shape, dtype
+                dtypes = sorted({spec_of(stored)[1] for source in sources.values() for stored in stored_of(source)})
+                fields[recipe.tensor.name] = recipe.tensor.shape, dtypes[0] if len(dtypes) == 1 else "float32"
         return Schema.param(fields)
 
     @property
@@ -279,7 +291,7 @@ def _is_quantized(sources: Mapping[str | None, CheckpointTensor]) -> bool:
 
 
 def _has_all(tensors: tuple[CheckpointTensor, ...], experts: int) -> bool:
-    return len(tensors) == 1 and len(tensors[0].shape) > 1 and tensors[0].shape[0] == experts
+    return len(tensors) == 1 and all(len(one.shape) > 1 and one.shape[0] == experts for one in stored_of(tensors[0]))
 
 
 def _lacking(tensors: tuple[CheckpointTensor, ...], experts: int) -> str:

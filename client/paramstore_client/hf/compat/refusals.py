@@ -14,7 +14,8 @@ ARGUMENTS = {
     "tp_size": "tensor parallelism would shard expert parameters, which the model has no more; use FSDP2 or DDP for the dense part",
     "distributed_config": "expert and tensor parallelism shard expert parameters, which the model has no more; the ranks of a node "
     "share one store instead",
-    "quantization_config": "quantized layers replace the experts module; load the checkpoint without it",
+    "quantization_config": "quantized layers replace the experts module; load the checkpoint without it (one of fp8 or mxfp4 with mode='infer' is "
+    "served as it is)",
     "gguf_file": "a GGUF file has no safetensors to read expert by expert; convert it first",
     "variant": "experts are read from the files without a variant, the dense part from those with it; load a copy without",
     "state_dict": "experts are read from the checkpoint's files, not from a state dict; save it as a checkpoint first",
@@ -61,11 +62,12 @@ def quantized_parts(config: Any) -> list[Any]:
     return [part for part in parts if getattr(part, "quantization_config", None) is not None]
 
 
-def dequantize_dense(config: Any) -> None:
-    """Has transformers dequantize, as it loads, what it loads itself: the dense part."""
-    for part in quantized_parts(config):
+def dequantize_dense(config: Any) -> bool:
+    """Has transformers dequantize, as it loads, what it loads itself: the dense part. Whether anything is quantized."""
+    for part in (parts := quantized_parts(config)):
         given = part.quantization_config
         part.quantization_config = {**(given if isinstance(given, Mapping) else given.to_dict()), "dequantize": True}
+    return bool(parts)
 
 
 def _method_of(part: Any) -> str:

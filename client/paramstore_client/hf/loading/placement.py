@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from paramstore.core.arguments import wrong
-from paramstore.core.schema import Schema
+from paramstore.core.schema import Schema, dtype_name
 from paramstore.errors import CapacityError, ConfigError, UnsupportedModel
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
 from paramstore_client.hf.loading.namespaces import LeaseBounds
 from paramstore_client.hf.model.layout import ExpertLayout
+from paramstore_client.quantized.packed import is_packed, unpacked
 from paramstore_client.source import HostSource
 
 RESERVE_BYTES = 512 << 20
@@ -157,7 +158,8 @@ def make_tier(
 ) -> DeviceTier:
     """A tier of `slots` slots, or of fewer where the device has no memory for them, which is logged. Raises CapacityError where it
     has none for one; then nothing is kept."""
-    asked, image_bytes = slots, namespace.schema.part("param").image_bytes
+    schema = namespace.schema
+    asked, image_bytes = slots, (unpacked(schema, dtype_name(dtype)) if is_packed(schema) else schema).part("param").image_bytes
     while True:
         try:
             tier = DeviceTier(namespace, slots, device=device, policy=policy, dtype=dtype)

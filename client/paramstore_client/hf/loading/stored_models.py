@@ -64,6 +64,8 @@ class _Source:
     options: Mapping[str, Any]
     model: Any
     progress: Any
+    is_quantized: bool = False
+    """Whether its configuration says so."""
 
     def directory(self) -> Path:
         """The directory of its files. Raises CheckpointError."""
@@ -73,7 +75,13 @@ class _Source:
     def look(self, layout: ExpertLayout) -> Schema | None:
         """The schema of quantized experts as they are in the checkpoint, None for others. Raises CheckpointError where the experts
         cannot be imported, before a namespace is made, which stays."""
-        return packed_schema(self.directory(), layout, self.model)
+        schema = packed_schema(self.directory(), layout, self.model)
+        if schema is not None and not self.is_quantized:
+            raise CheckpointError(
+                f"{self.path}: its experts are quantized, and its configuration has no quantization_config, without which the dense "
+                "part cannot be loaded: dequantize it first"
+            )
+        return schema
 
     def fill(self, namespace: Namespace) -> None:
         """Imports the experts into a new namespace; of several ranks, this one's share."""
@@ -182,7 +190,7 @@ def from_pretrained(
     name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
     model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as for `open_namespace`.
     expert_memory: in mode "infer", how many experts stay leased across forwards, or their size, as in "12GiB": so many slots are
-    asked for, and no more. Default: what the namespace is promised, and lent. Where `device_map` puts the dense part on a device,
+    asked for, and no more. Quantized experts stand in memory of this process, unpacked; default a quarter of what is available. Default: what the namespace is promised, and lent. Where `device_map` puts the dense part on a device,
     it is slots of that device's memory, by default all that is free beside a KV cache of cache_shape (sequences at once, tokens of
     each; default: one of the most tokens that the model takes). residency: which give way first, "auto", "ring" or "buffer".
     speculation: whether experts are loaded ahead by the next layer's router, run early, where not all of them can stand.
@@ -200,9 +208,9 @@ def from_pretrained(
     )  # fmt: skip
     _check(model_class, name)
     arguments.path("path", path)
-    loaded, requested, options = _load_dense(model_class, path, options, mode=mode)
+    loaded, requested, options, is_quantized = _load_dense(model_class, path, options, mode=mode)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
-    source = _Source(path, options, model, progress)
+    source = _Source(path, options, model, progress, is_quantized)
     name = name or _name_of(path)
     opened = wanted.give_experts(model, name, requested, look=source.look, fill=source.fill, check=source.check)
     if mode == "infer":
@@ -342,9 +350,10 @@ def _take_dense(model: nn.Module, namespace: Namespace, source: _Source) -> None
 
 def _load_dense(
     model_class: Any, path: str | os.PathLike[str], options: dict[str, Any], *, mode: str
-) -> tuple[Any, str, dict[str, Any]]:  # fmt: skip
+) -> tuple[Any, str, dict[str, Any], bool]:  # fmt: skip
     """Loads a checkpoint's model without its experts. Gives what `from_pretrained` of transformers returns, the experts kernel that
-    the model would run by itself, and the options that are left. Raises CheckpointError, and UnsupportedModel before it loads."""
+    the model would run by itself, the options that are left, and whether the checkpoint says that it is quantized. Raises
+    CheckpointError, and UnsupportedModel before it loads."""
     check_arguments(options)
     check_device_map(options.get("device_map"))
     requested, config = options.pop("experts_implementation", None), options.pop("config", None)
@@ -352,8 +361,8 @@ def _load_dense(
         config, options = modeling.load_config(model_class, config or path, **options)
     check_config(config, mode=mode)
     concrete = modeling.concrete_class(model_class, config)
-    config = modeling.config_of(concrete, config)
-    dequantize_dense(config)
+    config = copy.deepcopy(modeling.config_of(concrete, config))  # it may be the caller's
+    is_quantized = dequantize_dense(config)
     find_layout(modeling.on_meta(concrete, copy.deepcopy(config)))  # refuses before anything is loaded
     experts_function.register()
     requested = requested or config._experts_implementation
@@ -369,7 +378,7 @@ def _load_dense(
         except CheckpointError as named:
             raise named from error
         raise CheckpointError(f"{os.fspath(path)}: a file of the checkpoint is damaged: {error}: fetch it again") from error
-    return loaded, requested, options
+    return loaded, requested, options, is_quantized
 
 
 def _check(model_class: Any, name: str | None) -> None:
