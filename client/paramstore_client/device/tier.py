@@ -127,8 +127,9 @@ class DeviceTier:
         self._prefetches: deque[DeviceTicket] = deque()
         self._touched: dict[ExpertKey, None] = {}
         self._acquire_count = 0
-        self._stop_watching = namespace.before_unmap(self._forget_memory if self.device.type != "cpu" else _weakly(self._forget_memory))
-        if self.device.type == "cpu":  # nothing is registered: a model that is dropped takes its tier along
+        on_host = self.device.type == "cpu"
+        self._stop_watching = namespace.before_unmap(_weakly(self._forget_memory) if on_host else self._forget_memory)
+        if on_host:  # nothing is registered: a model that is dropped takes its tier along
             weakref.finalize(self, self._stop_watching).atexit = False
 
     def _make_slots(self, count: int) -> DeviceSlots:
