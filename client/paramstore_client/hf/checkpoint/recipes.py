@@ -108,8 +108,8 @@ class ExpertSource:
         for tensor in quantized:
             if len(kinds := [stored for of, stored in seen if of == tensor]) > 1:
                 raise CheckpointError(
-                    f"{self._directory}: {tensor.name!r} of its experts is of several kinds, {kinds[:2]}: quantized experts are served "
-                    "where all have one"
+                    f"{self._directory}: {tensor.name!r} of its experts is of several kinds, {kinds[:2]}: quantized experts are "
+                    "served where all have one"
                 )
 
     def _check_one(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor], seen: set[_Kind]) -> None:
@@ -133,8 +133,8 @@ class ExpertSource:
         for pattern, source in sources.items():
             if isinstance(source, QuantizedTensor) or source.dtype not in FLOATS:
                 raise CheckpointError(
-                    f"{source} is quantized in a way that is not served (fp8 with block scales and mxfp4 are): experts are read from "
-                    f"{', '.join(FLOATS)}; dequantize it first"
+                    f"{source} is quantized in a way that is not served (fp8 with block scales and mxfp4 are): experts are read "
+                    f"from {', '.join(FLOATS)}; dequantize it first"
                 )
             metas[pattern] = torch.empty(source.shape, dtype=_torch_dtype(source), device="meta")
         return tuple(self._made(recipe, metas).shape)

@@ -14,8 +14,8 @@ ARGUMENTS = {
     "tp_size": "tensor parallelism would shard expert parameters, which the model has no more; use FSDP2 or DDP for the dense part",
     "distributed_config": "expert and tensor parallelism shard expert parameters, which the model has no more; the ranks of a node "
     "share one store instead",
-    "quantization_config": "quantized layers replace the experts module; load the checkpoint without it (one of fp8 or mxfp4 with mode='infer' is "
-    "served as it is)",
+    "quantization_config": "quantized layers replace the experts module; load the checkpoint without it (one of fp8 or mxfp4 is "
+    "served as it is with mode='infer')",
     "gguf_file": "a GGUF file has no safetensors to read expert by expert; convert it first",
     "variant": "experts are read from the files without a variant, the dense part from those with it; load a copy without",
     "state_dict": "experts are read from the checkpoint's files, not from a state dict; save it as a checkpoint first",
@@ -47,12 +47,12 @@ def check_config(config: Any, *, mode: str = "train") -> None:
             continue
         if method in SERVED:
             raise UnsupportedModel(
-                f"the checkpoint is quantized ({method}): such experts are served, by ps.hf.from_pretrained with mode='infer', and not "
-                f"trained. {copy}"
+                f"the checkpoint is quantized ({method}): such experts are served, by ps.hf.from_pretrained with mode='infer', and "
+                f"not trained. {copy}"
             )
         raise UnsupportedModel(
-            f"the checkpoint is quantized ({method}): its experts are not the tensors that a kernel computes with; of quantized ones "
-            f"{' and '.join(SERVED)} are served. {copy}"
+            f"the checkpoint is quantized ({method}): its experts are not the tensors that a kernel computes with; of quantized "
+            f"ones {' and '.join(SERVED)} are served. {copy}"
         )
 
 

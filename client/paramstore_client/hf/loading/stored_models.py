@@ -78,8 +78,8 @@ class _Source:
         schema = packed_schema(self.directory(), layout, self.model)
         if schema is not None and not self.is_quantized:
             raise CheckpointError(
-                f"{self.path}: its experts are quantized, and its configuration has no quantization_config, without which the dense "
-                "part cannot be loaded: dequantize it first"
+                f"{self.path}: its experts are quantized, and its configuration has no quantization_config, without which the "
+                "dense part cannot be loaded: dequantize it first"
             )
         return schema
 
@@ -190,7 +190,8 @@ def from_pretrained(
     name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
     model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as for `open_namespace`.
     expert_memory: in mode "infer", how many experts stay leased across forwards, or their size, as in "12GiB": so many slots are
-    asked for, and no more. Quantized experts stand in memory of this process, unpacked; default a quarter of what is available. Default: what the namespace is promised, and lent. Where `device_map` puts the dense part on a device,
+    asked for, and no more. Default: what the namespace is promised, and lent. Quantized experts stand in memory of this process,
+    unpacked, by default in a quarter of what is available. Where `device_map` puts the dense part on a device,
     it is slots of that device's memory, by default all that is free beside a KV cache of cache_shape (sequences at once, tokens of
     each; default: one of the most tokens that the model takes). residency: which give way first, "auto", "ring" or "buffer".
     speculation: whether experts are loaded ahead by the next layer's router, run early, where not all of them can stand.
