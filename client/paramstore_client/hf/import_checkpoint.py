@@ -187,8 +187,8 @@ def _check_quantized(source: ExpertSource, namespace: Namespace) -> None:
     schema = namespace.schema
     if (source.is_quantized or is_packed(schema)) and source.schema != schema:
         raise SchemaMismatch(
-            f"the checkpoint's experts are {source.schema.specs}, namespace {namespace.name!r} holds {schema.specs}: quantized experts "
-            "are kept as they are, in a namespace of their own schema"
+            f"the checkpoint's experts are {source.schema.specs}, namespace {namespace.name!r} holds {schema.specs}: quantized "
+            "experts are kept as they are, in a namespace of their own schema"
         )
 
 
