@@ -131,12 +131,13 @@ class ExpertSource:
     def _plain_shape(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> tuple[int, ...]:
         metas = {}
         for pattern, source in sources.items():
-            if isinstance(source, QuantizedTensor) or source.dtype not in FLOATS:
+            (stored,) = stored_of(source)
+            if stored.dtype not in FLOATS:
                 raise CheckpointError(
-                    f"{source} is quantized in a way that is not served (fp8 with block scales and mxfp4 are): experts are read "
-                    f"from {', '.join(FLOATS)}; dequantize it first"
+                    f"{stored} is {stored.dtype}: experts are read from {', '.join(FLOATS)}, and, to be served, from fp8 with "
+                    "block scales and mxfp4; dequantize it first"
                 )
-            metas[pattern] = torch.empty(source.shape, dtype=_torch_dtype(source), device="meta")
+            metas[pattern] = torch.empty(stored.shape, dtype=_torch_dtype(stored), device="meta")
         return tuple(self._made(recipe, metas).shape)
 
     def _quantized_shape(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> tuple[int, ...]:
@@ -222,7 +223,7 @@ class ExpertSource:
         Raises CheckpointError naming file and tensor.
         """
         layer, expert = key
-        values = {}
+        values: dict[str, Tensor] = {}
         for recipe in self._recipes[layer]:
             sources = recipe.of(expert)
             if _is_quantized(sources):

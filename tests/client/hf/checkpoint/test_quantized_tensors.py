@@ -18,6 +18,7 @@ import paramstore as ps
 from paramstore.errors import CheckpointError, UnsupportedModel
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.export_checkpoint import export_checkpoint
 from paramstore_client.hf.model.binding import layer_of
 from paramstore_client.hf.model.layout import experts_modules
 from paramstore_testkit.training.quantized_checkpoints import CHECKPOINTS, FILE
@@ -147,7 +148,7 @@ def test_a_checkpoint_that_does_not_say_that_it_is_quantized_is_refused(
 
 def test_an_export_is_refused(model: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="quantized experts as their checkpoint has them: copy that"):
-        ps.hf.export_checkpoint(model, tmp_path, namespace=ps.hf.namespace(model))
+        export_checkpoint(model, tmp_path, namespace=ps.hf.namespace(model))
 
 
 def test_a_model_that_is_dropped_leaves_its_memory_to_the_next(store: ps.Store, checkpoint: Path) -> None:
