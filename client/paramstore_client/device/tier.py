@@ -25,9 +25,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from paramstore.core.arguments import indices, text, whole_number, wrong
+from paramstore.core.arguments import choice, indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
-from paramstore.core.schema import Schema, dtype_name
+from paramstore.core.schema import PARAM_DTYPES, Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch, StepMismatch
 from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import SlotPlan
@@ -110,13 +110,14 @@ class DeviceTier:
             raise wrong("namespace", namespace, "an open namespace")
         slots = whole_number("slots", slots, least=1)
         order = indices("layers", namespace.layers if layers is None else layers)
+        computed = choice("dtype", str(dtype).removeprefix("torch."), PARAM_DTYPES)
         self._make_plan = partial(_plan_of, text("policy", policy), order)
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
         record = self.schema.part("param")
         self._packed: Packed | None = None
         if is_packed(self.schema):
-            self.schema = unpacked(namespace.schema, dtype_name(dtype))
+            self.schema = unpacked(namespace.schema, computed)
             self._packed = Packed(record, partial(unpack_all, packed_tensors(namespace.schema)))
         self.layers: Sequence[int] = namespace.layers
         self.experts: int = namespace.experts
