@@ -83,10 +83,7 @@ def export_checkpoint(
     layout = find_layout(model)
     source = _bound(model) if namespace is None else namespace
     check_schema(layout, source)
-    if is_packed(source.schema):
-        raise UnsupportedModel(
-            f"namespace {source.name!r} holds quantized experts as their checkpoint has them: copy that; they do not change here"
-        )
+    _check_plain(source)
     target = Path(directory)
     if dense is not None:
         _check_apart(target, dense.directory)
@@ -130,6 +127,14 @@ def _bound(model: nn.Module) -> Namespace:
         raise ConfigError(f"export_checkpoint: the model is bound to no namespace: {way_on}")
     bound: Namespace = experts.namespace
     return bound
+
+
+def _check_plain(namespace: Namespace) -> None:
+    """Raises UnsupportedModel where the experts are quantized."""
+    if is_packed(namespace.schema):
+        raise UnsupportedModel(
+            f"namespace {namespace.name!r} holds quantized experts as their checkpoint has them: copy that; they do not change here"
+        )
 
 
 def _parameter_count(model: nn.Module, everything: Mapping[str, Tensor]) -> int:

@@ -40,7 +40,7 @@ class PackedTensor(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what is made."""
+        """Shape of what is made."""
         ...
 
     def unpack(self, fields: Mapping[str, Tensor], out: Tensor) -> None:

@@ -19,7 +19,7 @@ Tensors = dict[str, Tensor]
 
 
 def qwen3_config() -> Qwen3MoeConfig:
-    """Of experts whose sizes are whole blocks of fp8."""
+    """The configuration of a small model whose experts are whole blocks of fp8."""
     return Qwen3MoeConfig(  # type: ignore[call-arg]  # its stub lacks one
         vocab_size=128, hidden_size=2 * BLOCK, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
         intermediate_size=BLOCK, moe_intermediate_size=BLOCK, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True,
@@ -27,7 +27,7 @@ def qwen3_config() -> Qwen3MoeConfig:
 
 
 def gpt_oss_config() -> GptOssConfig:
-    """Of experts whose sizes are whole groups of mxfp4."""
+    """The configuration of a small model whose experts are whole groups of mxfp4."""
     return GptOssConfig(
         vocab_size=128, hidden_size=2 * GROUP, intermediate_size=3 * GROUP, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, num_local_experts=8, num_experts_per_tok=2, max_position_embeddings=256,
