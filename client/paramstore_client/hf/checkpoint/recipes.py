@@ -233,13 +233,35 @@ class ExpertSource:
             values[recipe.tensor.name] = self._made(recipe, parts)
         return values
 
+    def stored(self) -> Iterator[StoredTensor]:
+        """All tensors of the checkpoint that the experts are made of."""
+        for recipes in self._recipes.values():
+            for recipe in recipes:
+                for tensors in recipe.sources.values():
+                    for tensor in tensors:
+                        yield from stored_of(tensor)
+
+    def places(self, key: ExpertKey) -> Iterator[tuple[str, StoredTensor, int | None]]:
+        """Yields the fields of a record of `schema`, each with the tensor of the checkpoint that it is, or is a row of, and that
+        row. Raises CheckpointError where a field is more than that."""
+        layer, expert = key
+        for recipe in self._recipes[layer]:
+            row, sources = None if recipe.is_per_expert else expert, recipe.of(expert)
+            for name, stored in self._fields(recipe, sources) if _is_quantized(sources) else self._whole(recipe, sources):
+                yield name, stored, row
+
+    def _whole(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> Iterator[tuple[str, StoredTensor]]:
+        """The field that one expert's plain `sources` are in a record that holds quantized ones beside it."""
+        if len(self._order(recipe, sources)) > 1:
+            raise CheckpointError(f"{recipe.target!r}: it is made of several tensors, which a record does not keep apart")
+        (source,) = sources.values()
+        (stored,) = stored_of(source)
+        yield recipe.tensor.name, stored
+
     def fingerprint(self, files: Files) -> str:
         """Tells this checkpoint's experts from those of another: their names, shapes, dtypes, and up to SAMPLES_MAX samples of
         SAMPLE_BYTES of their values, whatever the files are called. Two that differ only in other values have the same."""
-        everything = [
-            stored for recipes in self._recipes.values() for recipe in recipes for tensors in recipe.sources.values()
-            for tensor in tensors for stored in stored_of(tensor)
-        ]  # fmt: skip
+        everything = [*self.stored()]
         hashed = hashlib.blake2b(digest_size=16)
         for tensor in everything:
             hashed.update(repr((tensor.name, tensor.dtype, tensor.shape)).encode())

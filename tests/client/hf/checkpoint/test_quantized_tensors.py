@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import re
+import sys
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import paramstore as ps
-from paramstore.errors import CheckpointError, UnsupportedModel
+from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, UnsupportedModel
 from paramstore_client.device.tier import DeviceTier
+from paramstore_client.hf.checkpoint.shards import open_checkpoint
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.export_checkpoint import export_checkpoint
 from paramstore_client.hf.model.binding import layer_of
@@ -25,13 +28,14 @@ from paramstore_testkit.training.quantized_checkpoints import CHECKPOINTS, FILE
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
+LIMIT_S = 60.0
 SLOTS = 16, 5, 1
 """All experts of both layers, some of them, one."""
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return CHECKPOINTS[request.param](tmp_path_factory.mktemp(request.param))
+    return CHECKPOINTS[request.param](tmp_path_factory.mktemp("quantized") / request.param)
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,15 @@ def served(store: ps.Store, checkpoint: Path, **options: Any) -> Any:
 
 
 @pytest.fixture
+def switching_often() -> Iterator[None]:
+    """Threads take turns so often that a race is found."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.fixture
 def model(store: ps.Store, checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     made = served(store, checkpoint, expert_memory=getattr(request, "param", 5))
     with ps.hf.namespace(made):
@@ -70,6 +83,43 @@ def test_logits_and_tokens_are_those_of_memory(model: Any, memory: Any) -> None:
     assert torch.equal(model(input_ids=ids).logits, memory(input_ids=ids).logits)
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(ids, **options), memory.generate(ids, **options))
+
+
+@pytest.mark.parametrize("model", [5], indirect=True)
+def test_threads_that_share_a_model_get_what_each_would_alone(model: Any, memory: Any, switching_often: None) -> None:
+    prompts = [torch.randint(128, (1, 9), generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = [memory.generate(ids, **options) for ids in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        for _ in range(3):
+            made = list(pool.map(lambda ids: model.generate(ids, **options), prompts, timeout=LIMIT_S))
+            assert all(torch.equal(*pair) for pair in zip(made, expected, strict=True))
+
+
+@torch.no_grad()
+def test_another_dtype_is_what_transformers_makes_of_it(store: ps.Store, checkpoint: Path) -> None:
+    config = modeling.transformers().AutoConfig.from_pretrained(checkpoint)
+    config.quantization_config["dequantize"] = True
+    options: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "grouped_mm"}
+    memory = auto().from_pretrained(checkpoint, config=config, **options).eval()
+    model = served(store, checkpoint, expert_memory=5, dtype=torch.float32)
+    with ps.hf.namespace(model):
+        assert torch.equal(model(input_ids=tokens()).logits, memory(input_ids=tokens()).logits)
+
+
+def test_a_name_that_others_have_is_refused(
+    model: Any, memory: Any, store: ps.Store, checkpoint: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    other = CHECKPOINTS[checkpoint.name](tmp_path / "other", seed=1)
+    with pytest.raises(CheckpointError, match="holds, at step 0, the experts of another checkpoint than"):
+        served(store, other, name=checkpoint.name)
+    plain = auto().from_config(memory.config)
+    plain.save_pretrained(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="the experts of another checkpoint than"):
+        served(store, tmp_path / "plain", name=checkpoint.name)
+    made = served(store, tmp_path / "plain", name=f"plain-{checkpoint.name}")
+    with ps.hf.namespace(made), pytest.raises(CheckpointError, match=f"namespace .plain-{checkpoint.name}. holds"):
+        served(store, checkpoint, name=f"plain-{checkpoint.name}")
 
 
 def test_records_hold_the_bytes_of_the_checkpoint(model: Any, checkpoint: Path) -> None:
@@ -146,9 +196,26 @@ def test_a_checkpoint_that_does_not_say_that_it_is_quantized_is_refused(
     assert "never" not in {known["name"] for known in store.namespaces()}
 
 
-def test_an_export_is_refused(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="quantized experts as their checkpoint has them: copy that"):
-        export_checkpoint(model, tmp_path, namespace=ps.hf.namespace(model))
+def test_a_served_model_is_exported_with_the_bytes_that_were_imported(model: Any, checkpoint: Path, tmp_path: Path) -> None:
+    export_checkpoint(model, tmp_path, namespace=ps.hf.namespace(model), dense=open_checkpoint(checkpoint))
+    made, given = load_file(tmp_path / FILE), load_file(checkpoint / FILE)
+    assert [(name, tensor.dtype, tensor.shape) for name, tensor in made.items()] == [
+        (name, tensor.dtype, tensor.shape) for name, tensor in given.items()
+    ]
+    assert all(torch.equal(made[name].view(torch.uint8), given[name].view(torch.uint8)) for name in given)
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((checkpoint / "config.json").read_text())
+
+
+def test_an_export_that_does_not_know_the_names_of_quantized_tensors_is_refused(
+    model: Any, memory: Any, tmp_path: Path
+) -> None:  # fmt: skip
+    namespace = ps.hf.namespace(model)
+    with pytest.raises(ConfigError, match="holds quantized experts: give their checkpoint as dense="):
+        export_checkpoint(model, tmp_path / "out", namespace=namespace)
+    modeling.transformers().AutoModelForCausalLM.from_config(memory.config).save_pretrained(tmp_path / "plain")
+    with pytest.raises(SchemaMismatch, match=r"those of dense= .*: give their own"):
+        export_checkpoint(model, tmp_path / "out", namespace=namespace, dense=open_checkpoint(tmp_path / "plain"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_that_is_dropped_leaves_its_memory_to_the_next(store: ps.Store, checkpoint: Path) -> None:
