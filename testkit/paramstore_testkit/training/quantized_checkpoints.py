@@ -34,27 +34,34 @@ def gpt_oss_config() -> GptOssConfig:
     )  # fmt: skip
 
 
+def to_fp8(tensors: Tensors) -> Tensors:
+    """A checkpoint's tensors with every projection in fp8, and a scale for each block of it."""
+    made: Tensors = {}
+    for name, tensor in tensors.items():
+        if not name.endswith("_proj.weight"):
+            made[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        blocks = tensor.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        scales = blocks.abs().amax(dim=(1, 3)) / E4M3_MAX
+        made[name] = (blocks / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+        made[f"{name}_scale_inv"] = scales
+    return made
+
+
+def fp8_quantization(layers: int) -> dict[str, Any]:
+    """What the configuration of a Qwen3-MoE says whose projections are in fp8."""
+    kept = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(layers))]
+    return {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": kept,
+    }  # fmt: skip
+
+
 def fp8_checkpoint(directory: Path, *, seed: int = 0) -> Path:
     """A Qwen3-MoE as Qwen3-FP8 is: every projection in fp8 with a scale for each 128 x 128."""
 
-    def quantize(tensors: Tensors) -> Tensors:
-        made: Tensors = {}
-        for name, tensor in tensors.items():
-            if not name.endswith("_proj.weight"):
-                made[name] = tensor
-                continue
-            rows, columns = tensor.shape
-            blocks = tensor.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-            scales = blocks.abs().amax(dim=(1, 3)) / E4M3_MAX
-            made[name] = (blocks / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
-            made[f"{name}_scale_inv"] = scales
-        return made
-
-    quantization = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(2))],
-    }  # fmt: skip
-    return _checkpoint(directory, qwen3_config(), quantize, quantization, seed=seed)
+    config = qwen3_config()
+    return _checkpoint(directory, config, to_fp8, fp8_quantization(config.num_hidden_layers), seed=seed)
 
 
 def mxfp4_checkpoint(directory: Path, *, seed: int = 0) -> Path:
@@ -85,6 +92,11 @@ def _checkpoint(
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
+    return quantize_files(directory, quantize, quantization)
+
+
+def quantize_files(directory: Path, quantize: Callable[[Tensors], Tensors], quantization: dict[str, Any]) -> Path:
+    """Quantizes the checkpoint of one file that lies in `directory`, which it gives back."""
     plain = {name: tensor.clone() for name, tensor in load_file(directory / FILE).items()}  # not mapped: the file is replaced
     save_file(quantize(plain), directory / FILE, metadata={"format": "pt"})
     file = directory / "config.json"
