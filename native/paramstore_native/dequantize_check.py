@@ -29,7 +29,7 @@ def _difference(kernel: Kernel, generator: torch.Generator) -> str:
         plain = torch.rand(grid, generator=generator, dtype=torch.float32)
         halfway = torch.randint(8, 16, grid, generator=generator).float() * 2 + 1  # by an odd number of fp8: between two of bf16
         any_bits = _bytes((*grid, 4), generator).view(torch.float32)[..., 0]
-        for scales in (plain, plain * 2.0**-120, plain * 2.0**120, halfway, any_bits):
+        for scales in (plain, plain * 2.0**-120, plain * 2.0**120, plain * 2.0**127, halfway, any_bits):
             if reason := _compared(f"fp8 {shape}", fp8_by_kernel(kernel, weight, scales), fp8_by_torch(weight, scales)):
                 return reason
     for rows, groups in MXFP4_SHAPES:
