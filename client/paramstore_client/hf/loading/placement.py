@@ -32,6 +32,10 @@ RESERVE_BYTES = 512 << 20
 RESERVE_SHARE = 16
 """One of so many bytes of what is free is left to them, if that is more."""
 
+UNPACKED_AT_ONCE = 5
+"""Device memory that is left to unpacking, in experts as they are computed with: the packed image of one, and what torch makes on
+its way, in float32 and int32, of its largest tensor."""
+
 HOST_SHARE = 4
 """One of so many bytes of available host memory is for unpacked experts, where nobody says how much."""
 
@@ -69,7 +73,8 @@ class Placement:
             config: Any = model.config
             shape = cache_shape or (1, config.get_text_config(decoder=True).max_position_embeddings)
             cache = cache_bytes(config, shape, itemsize=next(model.parameters()).itemsize)
-            slots = slots_that_fit(free_bytes(device), cache=cache, image_bytes=image_bytes, key_count=key_count)
+            beside = UNPACKED_AT_ONCE * image_bytes if is_packed else 0
+            slots = slots_that_fit(free_bytes(device) - beside, cache=cache, image_bytes=image_bytes, key_count=key_count)
         return cls(device, slots)
 
     def lease_bounds(self, least: int) -> LeaseBounds:

@@ -19,6 +19,7 @@ from paramstore_client.hf.loading import placement
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
 from paramstore_client.hf.loading.placement import (
     RESERVE_BYTES,
+    UNPACKED_AT_ONCE,
     Placement,
     cache_bytes,
     check_device_map,
@@ -108,6 +109,9 @@ def test_models_are_placed_where_their_dense_part_is(monkeypatch: pytest.MonkeyP
     placed = Placement.of(model, layout, schema, memory, cache_shape=(2, 9))
     assert (placed, placed.lease_bounds(0)) == (Placement(device, 3), (0, None)), "copies end their leases"
     assert Placement.of(model, layout, schema, ExpertMemory("lru", 5), cache_shape=None) == Placement(device, 5)
+    free += UNPACKED_AT_ONCE * image_bytes
+    unpacked = Placement.of(model, layout, schema, memory, cache_shape=(2, 9), is_packed=True)
+    assert unpacked == Placement(device, 3), "what unpacking takes there is left free"
 
 
 def test_quantized_experts_stand_in_slots_on_the_cpu_too_of_a_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
