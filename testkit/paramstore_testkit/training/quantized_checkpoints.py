@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 
 BLOCK, GROUP = 128, 32
 E4M3_MAX = 448.0
@@ -34,18 +35,42 @@ def gpt_oss_config() -> GptOssConfig:
     )  # fmt: skip
 
 
+def deepseek_config() -> DeepseekV3Config:
+    """The configuration of a small model whose experts are whole blocks of fp8; its `kv_a_proj_with_mqa` is one and a half."""
+    return DeepseekV3Config(
+        vocab_size=128, hidden_size=2 * BLOCK, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=BLOCK, moe_intermediate_size=BLOCK, first_k_dense_replace=1, n_routed_experts=8, n_shared_experts=1,
+        num_experts_per_tok=2, n_group=2, topk_group=1, q_lora_rank=BLOCK, kv_lora_rank=BLOCK, qk_rope_head_dim=64,
+        qk_nope_head_dim=64, v_head_dim=64, max_position_embeddings=256,
+    )  # fmt: skip
+
+
 def to_fp8(tensors: Tensors) -> Tensors:
-    """A checkpoint's tensors with every projection in fp8, and a scale for each block of it."""
+    """A checkpoint's tensors with every projection in fp8, and a scale for each block of it; the last ones may be smaller."""
     made: Tensors = {}
     for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             made[name] = tensor
             continue
         rows, columns = tensor.shape
-        blocks = tensor.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        whole = functional.pad(tensor.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = whole.view(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
         scales = blocks.abs().amax(dim=(1, 3)) / E4M3_MAX
-        made[name] = (blocks / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+        quantized = (blocks / scales[:, None, :, None]).view(whole.shape)[:rows, :columns]
+        made[name] = quantized.to(torch.float8_e4m3fn).contiguous()
         made[f"{name}_scale_inv"] = scales
+    return made
+
+
+def from_fp8(tensors: Tensors) -> Tensors:
+    """What `to_fp8` gave, in bf16: products in fp32, rounded."""
+    made: Tensors = {}
+    for name, tensor in tensors.items():
+        if (scales := tensors.get(f"{name}_scale_inv")) is not None:
+            each = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            made[name] = (tensor.float() * each[: tensor.shape[0], : tensor.shape[1]]).to(torch.bfloat16)
+        elif not name.endswith("_scale_inv"):
+            made[name] = tensor
     return made
 
 
@@ -62,6 +87,12 @@ def fp8_checkpoint(directory: Path, *, seed: int = 0) -> Path:
 
     config = qwen3_config()
     return _checkpoint(directory, config, to_fp8, fp8_quantization(config.num_hidden_layers), seed=seed)
+
+
+def deepseek_checkpoint(directory: Path, *, seed: int = 0) -> Path:
+    """A DeepSeek-V3 as the hub has it."""
+    quantization = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+    return _checkpoint(directory, deepseek_config(), to_fp8, quantization, seed=seed)
 
 
 def mxfp4_checkpoint(directory: Path, *, seed: int = 0) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from paramstore.errors import UnsupportedModel
+from paramstore_client.hf.compat.quantization import method_of, quantized_parts
 
 ARGUMENTS = {
     "tp_plan": "tensor parallelism would shard expert parameters, which the model has no more; use FSDP2 or DDP for the dense part",
@@ -41,7 +42,7 @@ def check_config(config: Any, *, mode: str = "train") -> None:
     """Raises UnsupportedModel for a checkpoint whose experts are quantized, unless it is one that can be served and `mode` is
     "infer"."""
     for part in quantized_parts(config):
-        method = _method_of(part)
+        method = method_of(part)
         copy = "Load it once with dequantize=True in its quantization config, save_pretrained that, load the copy"
         if method in SERVED and mode == "infer":
             continue
@@ -54,26 +55,6 @@ def check_config(config: Any, *, mode: str = "train") -> None:
             f"the checkpoint is quantized ({method}): its experts are not the tensors that a kernel computes with; of quantized "
             f"ones {' and '.join(SERVED)} are served. {copy}"
         )
-
-
-def quantized_parts(config: Any) -> list[Any]:
-    """The configuration, and those in it, that say that weights are quantized."""
-    parts = (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {})))
-    return [part for part in parts if getattr(part, "quantization_config", None) is not None]
-
-
-def dequantize_dense(config: Any) -> bool:
-    """Has transformers dequantize, as it loads, what it loads itself: the dense part. Whether anything is quantized."""
-    for part in (parts := quantized_parts(config)):
-        given = part.quantization_config
-        part.quantization_config = {**(given if isinstance(given, Mapping) else given.to_dict()), "dequantize": True}
-    return bool(parts)
-
-
-def _method_of(part: Any) -> str:
-    given = part.quantization_config
-    method = (given if isinstance(given, Mapping) else vars(given)).get("quant_method")
-    return str(getattr(method, "value", method))
 
 
 def why_no_experts(model: nn.Module) -> str:

@@ -29,7 +29,8 @@ from paramstore_client.device.tier import DeviceTier
 from paramstore_client.device.visit_order import declare_order
 from paramstore_client.hf.checkpoint.shards import open_checkpoint
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.compat.refusals import check_arguments, check_config, dequantize_dense
+from paramstore_client.hf.compat.quantization import dequantize_dense
+from paramstore_client.hf.compat.refusals import check_arguments, check_config
 from paramstore_client.hf.import_checkpoint import check_imported, import_checkpoint, packed_schema
 from paramstore_client.hf.loading import spinning_threads
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory

@@ -24,7 +24,7 @@ from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.export_checkpoint import export_checkpoint
 from paramstore_client.hf.model.binding import layer_of
 from paramstore_client.hf.model.layout import experts_modules
-from paramstore_testkit.training.quantized_checkpoints import CHECKPOINTS, FILE
+from paramstore_testkit.training.quantized_checkpoints import CHECKPOINTS, FILE, deepseek_checkpoint, deepseek_config, from_fp8
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -94,6 +94,19 @@ def test_threads_that_share_a_model_get_what_each_would_alone(model: Any, memory
         for _ in range(3):
             made = list(pool.map(lambda ids: model.generate(ids, **options), prompts, timeout=LIMIT_S))
             assert all(torch.equal(*pair) for pair in zip(made, expected, strict=True))
+
+
+@torch.no_grad()
+def test_a_deepseek_whose_blocks_do_not_divide_its_dense_part_is_served(store: ps.Store, tmp_path: Path) -> None:
+    checkpoint, plain = deepseek_checkpoint(tmp_path / "deepseek"), tmp_path / "plain"
+    auto().from_config(deepseek_config(), dtype=torch.bfloat16).save_pretrained(plain)
+    save_file(from_fp8(load_file(checkpoint / FILE)), plain / FILE, metadata={"format": "pt"})
+    memory = auto().from_pretrained(plain, dtype=torch.bfloat16, experts_implementation="grouped_mm").eval()
+    model = served(store, checkpoint, expert_memory=5)
+    assert not hasattr(model.config, "quantization_config")
+    with ps.hf.namespace(model):
+        assert torch.equal(model(input_ids=tokens()).logits, memory(input_ids=tokens()).logits)
+        assert [*model.state_dict()] == [name for name in memory.state_dict() if ".experts." not in name]
 
 
 @torch.no_grad()

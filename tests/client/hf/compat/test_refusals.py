@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from paramstore.errors import UnsupportedModel
-from paramstore_client.hf.compat.refusals import ARGUMENTS, check_arguments, check_config, dequantize_dense
+from paramstore_client.hf.compat.refusals import ARGUMENTS, check_arguments, check_config
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -30,17 +30,6 @@ def test_other_quantization_is_refused_in_either_mode() -> None:
     for mode in ("train", "infer"):
         with pytest.raises(UnsupportedModel, match=r"gptq.*fp8 and mxfp4 are served.*dequantize=True"):
             check_config(config, mode=mode)
-
-
-def test_the_dense_part_is_dequantized_wherever_it_is_configured() -> None:
-    given = SimpleNamespace(to_dict=lambda: {"quant_method": "mxfp4"})
-    text = SimpleNamespace(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    config = SimpleNamespace(sub_configs={"text_config": object}, text_config=text, quantization_config=given)
-    dequantize_dense(config)
-    assert config.quantization_config == {"quant_method": "mxfp4", "dequantize": True}
-    assert text.quantization_config == {"quant_method": "fp8", "weight_block_size": [128, 128], "dequantize": True}
-    dequantize_dense(plain := SimpleNamespace())
-    assert vars(plain) == {}
 
 
 def test_quantized_part_of_a_composite_model_is_refused() -> None:
