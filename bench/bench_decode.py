@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import paramstore as ps
@@ -29,11 +29,9 @@ from paramstore.bench.context import Bench
 from paramstore.bench.limits.pages import param_kind
 from paramstore.bench.report.rows import Row
 from paramstore.bench.service.daemon import serving
-from paramstore.config import SEGMENT_ALIGNMENT_BYTES
-from paramstore.engine.planner.promises import slots_promising
-from paramstore.engine.tables.arena import segment_lengths
+from paramstore_bench.decode.checkpoint import QUICK, SHAPES, Shape, checkpoint_of
 from paramstore_bench.decode.llama_peer import mapped, missing_reason, write_gguf
-from paramstore_bench.decode.long_prompt import LONGEST, find_long_prompt
+from paramstore_bench.decode.long_prompt import find_long_prompt
 from paramstore_bench.decode.offload_peer import TARGETS, drop_pages, offloaded
 from paramstore_bench.decode.rows import (
     AUTO,
@@ -48,7 +46,7 @@ from paramstore_bench.decode.rows import (
     peer_row_of,
     row_of,
 )
-from paramstore_bench.decode.runs import VOCABULARY, Models, prompt_of, run
+from paramstore_bench.decode.runs import Models, prompt_of, run
 from paramstore_bench.frame import Script, wait_policy
 
 WORKS = (Work(16, new=24), Work(16), Work(64), Work(512))
@@ -58,45 +56,9 @@ ROUNDS, QUICK_ROUNDS, PEER_ROUNDS = 9, 2, 3
 THREADS = (1, 2)
 HIDDEN_SHARE = 0.5
 """With as many slots a ring holds a layer and the next one."""
-EMBEDDING_STD = 1.0
-"""With 0.02, as where training begins, attention is larger than embeddings: the states of all tokens become alike from layer to
-layer, and choose the same experts. Prompts of 512 tokens used 31 to 43 of 64, 24 decoded ones 16 to 31; now 64, and 45 to 51."""
 RAW_RECORDS = 32
-SLACK_BYTES = 64 << 20
-"""Beside the slots: what the daemon keeps for who else might come."""
-
-
 MeasurePeer = Callable[[Bench, Models, Path, Cell], Row]
 """(bench, models, the model's checkpoint, cell) -> the row of decoding beside a peer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of the model. Weights are random, with embeddings of `EMBEDDING_STD`: routing spreads over all experts, which is the
-    hardest case for a cache."""
-
-    layers: int = 4
-    experts: int = 64
-    hidden: int = 1024
-    inner: int = 1408
-    top_k: int = 4
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def keys(self) -> int:
-        return self.layers * self.experts
-
-    def config(self) -> Qwen3MoeConfig:
-        return Qwen3MoeConfig(  # type: ignore[call-arg]  # its stub lacks one
-            vocab_size=VOCABULARY, hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=16,
-            num_key_value_heads=4, head_dim=self.hidden // 16, intermediate_size=self.inner, moe_intermediate_size=self.inner,
-            num_experts=self.experts, num_experts_per_tok=self.top_k, max_position_embeddings=LONGEST, norm_topk_prob=True,
-        )  # fmt: skip
-
-
-SHAPES = {"bfloat16": Shape(), "float32": Shape(inner=704, dtype=torch.float32)}
-"""By dtype, with experts of equal bytes. A processor without instructions for bf16 computes prompts ten times as fast in fp32."""
-QUICK = Shape(layers=4, experts=8, hidden=256, inner=256, top_k=2)
 
 
 SCRIPT = Script("decode", __doc__, quick="a small model: a check, not figures to quote")
@@ -128,27 +90,11 @@ def measure(bench: Bench, *, shape: Shape, rounds: int, peers: Sequence[MeasureP
         yield from measure_share(bench, shape, share, peers, rounds=0 if has_peers_alone else rounds)
 
 
-def checkpoint_of(bench: Bench, shape: Shape) -> Path:
-    """The model's checkpoint, made at the first call."""
-    path = bench.directory / "checkpoint"
-    if not path.exists():
-        bench.tell("making the model")
-        torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(shape.config(), dtype=shape.dtype)  # type: ignore[no-untyped-call]
-        model.model.embed_tokens.weight.data.normal_(std=EMBEDDING_STD)
-        model.save_pretrained(path)
-    return path
-
-
 def measure_share(bench: Bench, shape: Shape, share: float, peers: Sequence[MeasurePeer], *, rounds: int) -> Iterator[Row]:
     """Measures every work with this share of the experts standing, with each number of threads, by use and as a ring. rounds: of
     each; 0 for peers alone, by use."""
     checkpoint, slots = checkpoint_of(bench, shape), round(share * shape.keys)
-    image_bytes = ps.param_schema(
-        {"gate_up": ((2 * shape.inner, shape.hidden), shape.dtype), "down": ((shape.hidden, shape.inner), shape.dtype)}
-    ).part("param").image_bytes
-    budget_bytes = sum(segment_lengths(slots_promising(slots), image_bytes)) + SLACK_BYTES
-    budget_bytes -= budget_bytes % -SEGMENT_ALIGNMENT_BYTES
+    image_bytes, budget_bytes = shape.image_bytes, shape.budget_bytes(slots)
     memory: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=shape.dtype)
     with (
         serving(bench.directory / "store", host_budget_bytes=budget_bytes) as service,

@@ -47,7 +47,7 @@ def test_the_wheel_holds_the_product_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert packages == {"paramstore", "paramstore_client", "paramstore_native"}
-    assert {"paramstore_native/adamw.c", "paramstore_client/py.typed"} <= set(names)
+    assert {"paramstore_native/adamw.c", "paramstore_native/dequantize.c", "paramstore_client/py.typed"} <= set(names)
     kept = {name.removeprefix("paramstore/testing/") for name in names if name.startswith("paramstore/testing/")}
     assert kept == {
         "__init__.py", "catalogs.py", "clock.py", "memory_loans.py", "memory_namespace.py", "policies.py", "volume_contract.py",

@@ -20,7 +20,8 @@ from paramstore.bench.service.experts import Gradients, adamw_schema
 from paramstore.bench.update_alone import MEGA, Work
 from paramstore_bench.update_phase import Cell, stepping
 from paramstore_bench.update_process import UpdateProcess
-from paramstore_native.adamw import SWITCH_VARIABLE, kernel
+from paramstore_native.adamw import ADAMW
+from paramstore_native.finder import SWITCH_VARIABLE
 
 TARGET = 1.3
 RECORDS = 8
@@ -43,7 +44,7 @@ SERVED_RECORDS = 16
 
 def measure_native(bench: Bench, rounds: int, cases: Iterable[str] = CASES) -> list[Row]:
     """Makes one row per case, in pairs of single updates of all records; none where the kernel cannot be had."""
-    return [_measure_case(bench, case, rounds) for case in cases] if kernel() is not None else []
+    return [_measure_case(bench, case, rounds) for case in cases] if ADAMW.kernel() is not None else []
 
 
 def _measure_case(bench: Bench, case: str, rounds: int) -> Row:

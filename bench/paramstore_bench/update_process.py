@@ -15,7 +15,8 @@ from paramstore.bench.plan import RecordSize
 from paramstore.bench.update_alone import UpdateAlone, Work
 from paramstore.clock import MonotonicClock
 from paramstore.errors import StoreUnavailable
-from paramstore_native.adamw import SWITCH_VARIABLE, kernel
+from paramstore_native.adamw import ADAMW
+from paramstore_native.finder import SWITCH_VARIABLE
 
 
 class UpdateProcess:
@@ -66,7 +67,7 @@ def run(dtype: str, record_bytes: int, record_count: int, threads: int, work: Wo
 
     schema = adamw_schema(RecordSize(record_bytes), getattr(torch, dtype))
     alone = UpdateAlone(schema, record_count, threads=threads, clock=MonotonicClock(), work=work)
-    _tell("torch" if kernel() is None else "native")
+    _tell("torch" if ADAMW.kernel() is None else "native")
     for line in sys.stdin:
         if line.strip() == "parameters":
             _tell(str(record_count * schema.parameter_elements))

@@ -13,7 +13,7 @@ import typer
 
 from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.signals import end_as_interrupt, told
-from paramstore.errors import NamespaceExists, StoreUnavailable
+from paramstore.errors import CheckpointError, ConfigError, NamespaceExists, StoreUnavailable
 
 NO_OPTIMIZER = "none"
 
@@ -52,22 +52,26 @@ def import_checkpoint(
     directory = checkpoint_directory(path)  # told before the imports that take seconds
     from paramstore_client.hf.checkpoint.progress import bar
     from paramstore_client.hf.checkpoint.skeleton import skeleton
-    from paramstore_client.hf.import_checkpoint import check_experts
     from paramstore_client.hf.import_checkpoint import import_checkpoint as run
+    from paramstore_client.hf.import_checkpoint import packed_schema
     from paramstore_client.hf.model.layout import find_layout
 
-    model = skeleton(directory, dtype=dtype)
+    model = skeleton(directory, dtype=dtype, mode="infer" if optimizer == NO_OPTIMIZER else "train")
     layout = find_layout(model)
     end_as_interrupt()
+    packed = packed_schema(directory, layout, model)
+    if packed is not None and dtype is not None:
+        raise ConfigError(f"--dtype {dtype}: the experts of {directory} are quantized, and kept as they are")
     if optimizer == NO_OPTIMIZER:
-        schema = layout.schema(None)
+        schema = packed or layout.schema(None)
+    elif packed is not None:
+        raise CheckpointError(f"{directory}: its experts are quantized: --optimizer none keeps them as they are, to be served")
     else:
         schema = layout.schema(optimizer, updates=updates, **({} if state_dtype is None else {"state_dtype": state_dtype}))
     with client.connect(socket) as store:
         steps = {entry["name"]: entry["committed_step"] for entry in store.namespaces()}
         if (step := steps.get(namespace)) is not None:
             raise NamespaceExists(f"namespace {namespace!r} is committed at step {step}: import into another --namespace")
-        check_experts(directory, layout, model)  # a namespace that was made for nothing would stay
         opened = store.create_namespace(namespace, schema, layers=layout.layers, experts=layout.experts, host_bytes=host_share)
         try:
             with bar("import") as report:

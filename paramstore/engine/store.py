@@ -41,7 +41,7 @@ from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.tables.requests import Urgency
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import ConfigError, StepDropped, StoreUnavailable
-from paramstore_native.adamw import known_state
+from paramstore_native.adamw import ADAMW
 
 
 class Store:
@@ -186,7 +186,7 @@ class Store:
             "daemon": {
                 "pid": os.getpid(), "version": __version__, "uptime_s": self._clock.now_s() - self._started_s,
                 "store_uuid": self.store_uuid.hex(), "accepts_writes": self._transactions.stopped is None,
-                "adamw": known_state(),
+                "adamw": ADAMW.known_state(),
             },
             "tiers": {
                 "host": {**await self.host.stats(), "upload_bytes": self.uploads.used_bytes},

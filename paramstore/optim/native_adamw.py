@@ -8,7 +8,7 @@ from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import MASTER_DTYPE, Field, Schema
 from paramstore.optim.rule import Step
 from paramstore.optim.tensors import field_tensor
-from paramstore_native.adamw import kernel
+from paramstore_native.adamw import ADAMW
 from paramstore_native.adamw_kernel import ALIGNMENT_ELEMENTS, Span
 
 
@@ -21,7 +21,7 @@ def update_vectors(
 
     image, gradients, param: as in `optim.update.update`. The last step has the gradients, if there are any.
     """
-    native = kernel() if schema.kind == AdamW.kind and schema.state_dtype == MASTER_DTYPE else None
+    native = ADAMW.kernel() if schema.kind == AdamW.kind and schema.state_dtype == MASTER_DTYPE else None
     gradient_field, param_field = schema.gradient_fields()[number], schema.part("param").fields[number]
     if native is None or not native.serves(gradient_field.dtype, param_field.dtype):
         return 0

@@ -12,7 +12,8 @@ import torch
 from paramstore.bench.context import Bench
 from paramstore.bench.plan import Plan, RecordSize
 from paramstore_bench.native_update import measure_native, measure_served
-from paramstore_native.adamw import SWITCH_VARIABLE, kernel, known_state
+from paramstore_native.adamw import ADAMW
+from paramstore_native.finder import SWITCH_VARIABLE
 
 
 def small_bench(folder: Path) -> Bench:
@@ -20,7 +21,7 @@ def small_bench(folder: Path) -> Bench:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(kernel() is None, reason=known_state())
+@pytest.mark.skipif(ADAMW.kernel() is None, reason=ADAMW.known_state())
 def test_what_memory_bounds_has_no_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH_VARIABLE, "1")
     unscaled, scaled = measure_native(small_bench(tmp_path), 2, ("bfloat16", "bfloat16, gradients scaled (clipping)"))

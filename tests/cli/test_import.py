@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import paramstore_client as ps
 from paramstore_client.hf import import_checkpoint
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
+from paramstore_testkit.training.quantized_checkpoints import CHECKPOINTS
 from paramstore_testkit.training.saved_models import save_stock, tensors_of
 
 pytestmark = pytest.mark.slow
@@ -56,6 +59,28 @@ def test_a_checkpoint_goes_in_and_comes_out_again(
     assert tensors_of(tmp_path / "out") == tensors_of(path)
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_a_quantized_checkpoint_goes_in_as_it_is_and_its_bytes_come_out(
+    kind: str, daemon: DaemonProcess, tmp_path: Path, paramstore: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out, common = CHECKPOINTS[kind](tmp_path / "hub"), tmp_path / "out", ("--socket", daemon.address)
+    capsys.readouterr()
+    assert paramstore("import", str(path), "--namespace", kind, *common) == 1
+    assert f"the checkpoint is quantized ({kind}): such experts are served" in capsys.readouterr().err
+    assert paramstore("import", str(path), "--namespace", kind, "--optimizer", "none", "--dtype", "bfloat16", *common) == 2
+    assert "are quantized, and kept as they are" in capsys.readouterr().err
+    assert paramstore("import", str(path), "--namespace", kind, "--optimizer", "none", *common) == 0
+    assert paramstore("export", kind, "--model", str(path), "--out", str(out), "--shard-size", "128KiB", *common) == 0
+    assert len(list(out.glob("*.safetensors"))) > 1
+    assert bytes_of(out) == bytes_of(path)
+    assert (out / "config.json").read_bytes() == (path / "config.json").read_bytes()
+
+
+def bytes_of(directory: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    tensors = {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {name: (one.dtype, one.shape, one.view(torch.uint8).numpy().tobytes()) for name, one in tensors.items()}
 
 
 def test_exit_codes_tell_what_went_wrong(

@@ -194,7 +194,7 @@ class Scene:
             "speculation": True, "max_lease_slots": None,
             "param_schema.fields": {"w": ((2,), "float32")}, "Schema.param.fields": {"w": ((2,), "float32")},
             "Schema.check_options.options": ps.AdamW(), "RingMemory.layers": None, "RingMemory.experts": [1],
-            "DeviceTier.layers": None,
+            "DeviceTier.layers": None, "dtype": torch.bfloat16,
             "RingMemory.namespace": self.ns, "ExpertBuffer.namespace": self.ns, "DeviceTier.namespace": self.ns,
             "StoredExperts.namespace": self.ns,
             "StoredExperts.group": None, "bind.namespace": self.ns, "model": torch.nn.Linear(1, 1), "kind": "adamw",

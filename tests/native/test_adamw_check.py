@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paramstore_native.adamw import SOURCE, kernel, known_state
+from paramstore_native.adamw import ADAMW, SOURCE
 from paramstore_native.adamw_check import count_different, difference
 from paramstore_native.adamw_kernel import Kernel, Options, Span
 from paramstore_native.compiled import Unavailable, build
@@ -28,13 +28,13 @@ MUTANTS = {
     "first missed step left out": ("size_t step = 0; step < step_count", "size_t step = step_count > 1; step < step_count"),
     "ranks in the other order": ("gradients[rank] + start", "gradients[ranks - rank] + start"),
 }  # fmt: skip
-needs_kernel = pytest.mark.skipif(kernel() is None, reason=known_state())
+needs_kernel = pytest.mark.skipif(ADAMW.kernel() is None, reason=ADAMW.known_state())
 
 
 def test_the_kernel_in_use_has_passed() -> None:
-    found = kernel()
+    found = ADAMW.kernel()
     if found is None:
-        pytest.skip(known_state())
+        pytest.skip(ADAMW.known_state())
     assert difference(found) == ""
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paramstore_native import adamw_check
-from paramstore_native.adamw import kernel, known_state
+from paramstore_native.adamw import ADAMW
 from paramstore_native.adamw_check import Trial, by_kernel, by_torch, count_different
 from paramstore_native.adamw_kernel import ALIGNMENT_ELEMENTS, Kernel, Span
 
@@ -17,9 +17,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @pytest.fixture
 def native() -> Kernel:
-    found = kernel()
+    found = ADAMW.kernel()
     if found is None:
-        pytest.skip(known_state())
+        pytest.skip(ADAMW.known_state())
     return found
 
 

@@ -13,12 +13,12 @@ from paramstore.optim.native_adamw import update_vectors
 from paramstore.optim.rule import Step
 from paramstore.optim.tensors import torch_dtype
 from paramstore.optim.update import update
-from paramstore_native.adamw import kernel, known_state
+from paramstore_native.adamw import ADAMW
 from paramstore_testkit.oracles.optim_records import buffer, filled_record, gradient_image
 
 SHAPES = {"gate_up": (7, 13), "down": (5000,), "one": (1,), "whole": (2, 1024)}
 SEED = 5
-needs_kernel = pytest.mark.skipif(kernel() is None, reason=known_state())
+needs_kernel = pytest.mark.skipif(ADAMW.kernel() is None, reason=ADAMW.known_state())
 
 
 def steps(options: Options) -> list[Step]:
@@ -47,7 +47,7 @@ def test_other_optimizers_are_left_to_torch() -> None:
 
 
 def test_without_a_kernel_everything_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_adamw, "kernel", lambda: None)
+    monkeypatch.setattr(native_adamw.ADAMW, "kernel", lambda: None)
     assert taken(Schema.adamw(SHAPES), AdamW(), end=4096) == 0
 
 

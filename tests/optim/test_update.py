@@ -15,7 +15,7 @@ from paramstore.optim import chunks
 from paramstore.optim import update as update_module
 from paramstore.optim.tensors import torch_dtype
 from paramstore.optim.update import RULES, Scratch, update
-from paramstore_native.adamw import kernel, known_state
+from paramstore_native.adamw import ADAMW
 from paramstore_testkit.oracles.optim_records import TorchOptimizer, buffer, filled_record, gradient_image, part_tensor
 
 CHUNK = 1 << 10
@@ -40,8 +40,8 @@ def computing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Everything here holds with the native kernel and without."""
     if request.param == "torch":
         monkeypatch.setattr(update_module, "update_vectors", lambda *_, **__: 0)
-    elif kernel() is None:
-        pytest.skip(known_state())
+    elif ADAMW.kernel() is None:
+        pytest.skip(ADAMW.known_state())
 
 
 def random_values(shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: str = "float32") -> dict[str, torch.Tensor]:

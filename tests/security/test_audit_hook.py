@@ -18,7 +18,7 @@ import torch
 import paramstore_client as ps
 from paramstore.errors import ProtocolError
 from paramstore.wire import messages as m
-from paramstore_native import adamw
+from paramstore_native.adamw import ADAMW
 from paramstore_testkit.processes.audited_serve import MARK, MODULE
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 from paramstore_testkit.wire.frame_mutator import FrameMaker, Mutator
@@ -81,7 +81,7 @@ async def break_frames(path: Path) -> None:
 
 
 def test_a_daemon_runs_no_code_that_comes_as_data(directory: Path) -> None:
-    adamw.load()  # the one program that a daemon starts, once per machine, is the C compiler
+    ADAMW.load()  # the one program that a daemon starts, once per machine, is the C compiler
     with DaemonProcess(directory, environment=QUIET, command=COMMAND) as daemon:
         train(daemon.address, 2)
         daemon.kill()

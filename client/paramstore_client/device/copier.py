@@ -11,7 +11,7 @@ Proven on simulated streams; never run on a GPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -40,6 +40,14 @@ class Mark(Protocol):
         ...
 
 
+Then = Callable[[], None]
+"""Work on tensors of the slots' device, given to the current stream."""
+
+
+def nothing_more() -> None:
+    """For copies alone."""
+
+
 class Copier(Protocol):
     """Moves one key's fields at a time."""
 
@@ -48,8 +56,9 @@ class Copier(Protocol):
         """Most copies on their way for which none waits on the host; None for any number."""
         ...
 
-    def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark) -> Mark:
-        """Copies each (target, source), not before `after`; the mark is reached when all are there."""
+    def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark, then: Then = nothing_more) -> Mark:
+        """Copies each (target, source), not before `after`, and computes `then` of what is there; the mark is reached when all that
+        is over."""
         ...
 
     def mark_use(self) -> Mark:
@@ -88,10 +97,11 @@ class HostCopier:
     def keys_at_once(self) -> int | None:
         return None
 
-    def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark) -> Mark:
+    def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark, then: Then = nothing_more) -> Mark:
         assert after.is_reached(), "a host slot is not used by anything asynchronous"
         for target, source in fields:
             target.copy_(source)
+        then()
         return REACHED
 
     def mark_use(self) -> Mark:
@@ -144,13 +154,15 @@ class CudaCopier:
     def keys_at_once(self) -> int | None:
         return None if self._flags is not None and not self._refusal else BOUNCE_BUFFERS
 
-    def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark) -> Mark:
+    def copy(self, fields: Sequence[tuple[Tensor, Tensor]], *, after: Mark, then: Then = nothing_more) -> Mark:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             after.wait_on_stream()
-            if not all(self._is_registered(source) for _, source in fields):
-                return self._copy_through_bounce(fields)
-            for target, source in fields:
-                target.copy_(source, non_blocking=True)
+            if all(self._is_registered(source) for _, source in fields):
+                for target, source in fields:
+                    target.copy_(source, non_blocking=True)
+            else:
+                self._copy_through_bounce(fields)
+            then()
             return self._mark(self._stream)
 
     def mark_use(self) -> Mark:
@@ -205,7 +217,7 @@ class CudaCopier:
         with suppress(RuntimeError):
             torch.empty(1, device=self._device).fill_(0.0)
 
-    def _copy_through_bounce(self, fields: Sequence[tuple[Tensor, Tensor]]) -> Mark:
+    def _copy_through_bounce(self, fields: Sequence[tuple[Tensor, Tensor]]) -> None:
         buffer, last_use = self._take_bounce()
         if not last_use.is_reached():
             last_use.wait_on_host()
@@ -215,9 +227,7 @@ class CudaCopier:
             staged.copy_(source)
             target.copy_(staged, non_blocking=True)
             offset_bytes = round_up(offset_bytes + source.nbytes, PAGE_BYTES)
-        mark = self._mark(self._stream)
-        self._bounce.append((buffer, mark))
-        return mark
+        self._bounce.append((buffer, self._mark(self._stream)))
 
     def _take_bounce(self) -> tuple[Tensor, Mark]:
         """The buffer whose last use is oldest; made on first need."""

@@ -10,8 +10,9 @@ Which key stands where is decided by `SlotPlan`; here a slot has no name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,14 @@ from paramstore.core.schema import Field, Part
 from paramstore.core.slots import SlotTable
 from paramstore.errors import LeaseError
 from paramstore_client.device.copier import Copier, Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Quantized records. part: their fields. unpack: makes the slot's tensors (second argument) of the fields."""
+
+    part: Part
+    unpack: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +46,21 @@ class DeviceCopy:
 
 
 class DeviceSlots:
-    """Owner of the slots' memory, one tensor [S, bytes of an image], and of the marks of their last uses."""
+    """Owner of the slots' memory, one tensor [S, bytes of an image], and of the marks of their last uses.
 
-    def __init__(self, part: Part, count: int, *, device: torch.device, copier: Copier) -> None:
+    part: of what stands in them. packed: of the records, where these are quantized: they are unpacked as they come, on a device
+    from one more image there, which only the copies use.
+    """
+
+    def __init__(self, part: Part, count: int, *, device: torch.device, copier: Copier, packed: Packed | None = None) -> None:
         with torch.inference_mode(False):  # else, made in such a block, they could not be written to behind it
             images = torch.zeros((count, part.image_bytes), dtype=torch.uint8, device=device)
             self.fields = {field.name: _over(images, field) for field in part.fields}
+            self._staged: dict[str, Tensor] = {}
+            if packed is not None and device.type != "cpu":
+                staging = torch.zeros((1, packed.part.image_bytes), dtype=torch.uint8, device=device)
+                self._staged = {field.name: _over(staging, field)[0] for field in packed.part.fields}
+        self._packed = packed
         self.bytes = images.nbytes
         self.device = device
         self._table = SlotTable()
@@ -68,12 +86,17 @@ class DeviceSlots:
         """Copies `sources` into a free slot, of which there must be one."""
         slot = self._table.take()
         try:
-            pairs = [(field[slot], sources[name]) for name, field in self.fields.items()]
-            ready = self._copier.copy(pairs, after=self._last_use[slot])
+            ready = self._fill({name: field[slot] for name, field in self.fields.items()}, sources, after=self._last_use[slot])
         except BaseException:
             self._table.free(slot)
             raise
         return DeviceCopy(key, slot, self._table.generation(slot), identity, ready, checked_at)
+
+    def _fill(self, targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], *, after: Mark) -> Mark:
+        if self._packed is None:
+            return self._copier.copy([(target, sources[name]) for name, target in targets.items()], after=after)
+        pairs = [(staged, sources[name]) for name, staged in self._staged.items()]
+        return self._copier.copy(pairs, after=after, then=partial(self._packed.unpack, self._staged or sources, targets))
 
     def free(self, copy: DeviceCopy) -> None:
         """Gives the slot of a copy away. The next bytes go there after its own copy and its last use."""

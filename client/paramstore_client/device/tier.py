@@ -14,8 +14,9 @@ It was never run on a GPU.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -24,9 +25,9 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from paramstore.core.arguments import indices, text, whole_number, wrong
+from paramstore.core.arguments import choice, indices, text, whole_number, wrong
 from paramstore.core.key import ExpertKey
-from paramstore.core.schema import Schema
+from paramstore.core.schema import PARAM_DTYPES, Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, ParamStoreError, SchemaMismatch, StepMismatch
 from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import SlotPlan
@@ -34,8 +35,9 @@ from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
 from paramstore_client.device.copier import make_copier
 from paramstore_client.device.copies import DeviceCopies
 from paramstore_client.device.device_lease import TURN_KEYS, DeviceLease, DeviceStats, DeviceTicket
-from paramstore_client.device.slots import DeviceCopy, DeviceSlots
+from paramstore_client.device.slots import DeviceCopy, DeviceSlots, Packed
 from paramstore_client.handle.base import plain_keys
+from paramstore_client.quantized.packed import is_packed, packed_tensors, unpack_all, unpacked
 from paramstore_client.source import HostSource, load_ahead
 
 REPORT_EVERY = 64
@@ -73,12 +75,24 @@ def _plan_of(policy: str, layers: Sequence[int], slots: int) -> SlotPlan:
     return SlotPlan(slots, make_slot_policy(policy, slots, layers))
 
 
+def _weakly(method: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """The method, called while its object is there."""
+    reference = weakref.WeakMethod(method)
+
+    def told(address: int, length_bytes: int) -> None:
+        if (alive := reference()) is not None:
+            alive(address, length_bytes)
+
+    return told
+
+
 class DeviceTier:
     """An `ExpertSource` in front of a namespace: `StoredExperts(tier, layer)` computes on the device.
 
     slots: experts it has room for. policy: one of `paramstore.policy.make.SLOT_POLICIES`. layers: the order in which they are
-    visited, for those policies that know one; default the namespace's. Used by one thread at a time (the autograd thread
-    of a backward counts as its caller's). Owner of the plan, the copies and the prefetches under way.
+    visited, for those policies that know one; default the namespace's. dtype: what quantized experts become in their slots (those
+    of a namespace whose schema is packed); others have their own. Used by one thread at a time (the autograd thread of a backward
+    counts as its caller's). Owner of the plan, the copies and the prefetches under way.
 
     A hit costs no round trip while `namespace.view_change_count` stands still; when it has grown, each key is leased from the
     host once to compare identities, and copied again only if they differ. Host memory is registered with CUDA until the
@@ -90,28 +104,37 @@ class DeviceTier:
 
     def __init__(
         self, namespace: HostSource, slots: int, *, device: torch.device | str, policy: str = "decayed_lfu",
-        layers: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None, dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         if not isinstance(namespace, HostSource):
             raise wrong("namespace", namespace, "an open namespace")
         slots = whole_number("slots", slots, least=1)
         order = indices("layers", namespace.layers if layers is None else layers)
+        computed = choice("dtype", str(dtype).removeprefix("torch."), PARAM_DTYPES)
         self._make_plan = partial(_plan_of, text("policy", policy), order)
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
+        record = self.schema.part("param")
+        self._packed: Packed | None = None
+        if is_packed(self.schema):
+            self.schema = unpacked(namespace.schema, computed)
+            self._packed = Packed(record, partial(unpack_all, packed_tensors(namespace.schema)))
         self.layers: Sequence[int] = namespace.layers
         self.experts: int = namespace.experts
         self.namespace = namespace
         self._part = self.schema.part("param")
-        self._copier = make_copier(self.device, bounce_bytes=self._part.image_bytes)
+        self._copier = make_copier(self.device, bounce_bytes=record.image_bytes)
         self.copies = DeviceCopies(namespace, self._make_plan(slots), self._make_slots(slots))
         self._prefetches: deque[DeviceTicket] = deque()
         self._touched: dict[ExpertKey, None] = {}
         self._acquire_count = 0
-        self._stop_watching = namespace.before_unmap(self._forget_memory)
+        on_host = self.device.type == "cpu"
+        self._stop_watching = namespace.before_unmap(_weakly(self._forget_memory) if on_host else self._forget_memory)
+        if on_host:  # nothing is registered: a model that is dropped takes its tier along
+            weakref.finalize(self, self._stop_watching).atexit = False
 
     def _make_slots(self, count: int) -> DeviceSlots:
-        return DeviceSlots(self._part, count, device=self.device, copier=self._copier)
+        return DeviceSlots(self._part, count, device=self.device, copier=self._copier, packed=self._packed)
 
     @property
     def plan(self) -> SlotPlan:

@@ -26,14 +26,16 @@ from torch import Tensor, nn
 from paramstore.clock import MonotonicClock
 from paramstore.directories import flush_directory
 from paramstore.errors import CheckpointError, ConfigError
-from paramstore_client.hf.checkpoint.hub_names import HubNames, dense_groups
+from paramstore_client.hf.checkpoint.hub_names import HubNames, PackedNames, dense_groups
 from paramstore_client.hf.checkpoint.progress import Progress, Report, reported
-from paramstore_client.hf.checkpoint.recipes import expert_parameters, find_experts, read_tensor
+from paramstore_client.hf.checkpoint.quantized_tensors import stored_of
+from paramstore_client.hf.checkpoint.recipes import ExpertSource, expert_parameters, find_experts, read_tensor
 from paramstore_client.hf.checkpoint.shards import INDEX, WEIGHTS, Checkpoint
 from paramstore_client.hf.compat.conversions import Conversions, Reversion, natural_order, split, without_tied
 from paramstore_client.hf.import_checkpoint import check_schema
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
+from paramstore_client.quantized.packed import is_packed
 from paramstore_client.safetensors_file import DTYPES, NAMES, Files, Shard, StoredTensor
 from paramstore_client.source import load_ahead
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
@@ -41,7 +43,7 @@ from paramstore_client.tensors import DTYPES as TORCH_DTYPES
 SHARD_BYTES_MAX = 50 * 10**9
 """Largest file: the default of `save_pretrained` in transformers 5."""
 LEASED_AT_ONCE = 4
-GENERATION_CONFIG = "generation_config.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 METADATA = {"format": "pt"}
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model", "chat_template*",
@@ -70,6 +72,8 @@ def export_checkpoint(
 ) -> Exported:  # fmt: skip
     """Writes the whole model into `directory` as a checkpoint of the hub, durable on return.
 
+    Quantized experts go as they are into a checkpoint like their own, which is given as `dense`: the bytes that were imported.
+
     namespace: where the experts are; None: the one `model` is bound to. at: a committed step; None: what the handle sees, a
     writer's working state or a reader's step. dense: take everything else, as it is, from this checkpoint, and of `model` only its
     configuration and shape (it may be on meta). tokenizer: a directory whose tokenizer files are copied, or a tokenizer, which is
@@ -81,6 +85,8 @@ def export_checkpoint(
     layout = find_layout(model)
     source = _bound(model) if namespace is None else namespace
     check_schema(layout, source)
+    if is_packed(source.schema) and dense is None:
+        raise ConfigError(f"namespace {source.name!r} holds quantized experts: give their checkpoint as dense=, which names them")
     target = Path(directory)
     if dense is not None:
         _check_apart(target, dense.directory)
@@ -91,11 +97,13 @@ def export_checkpoint(
         report = stack.enter_context(reported("export", progress))
         weights = _FileWeights(model, layout, dense) if dense is not None else _ModelWeights(model, layout)
         stack.callback(weights.close)
-        names = HubNames(model, layout, weights.reversion, dtypes=_dtypes(view))
+        names = _names(model, layout, weights, view)
         everything = weights.everything(names)
         _prepare(target)
         with TemporaryDirectory(prefix="configuration.partial.", dir=target) as fresh:
             _write_configuration(model, Path(fresh), tokenizer=tokenizer, like=None if dense is None else dense.directory)
+            if is_packed(view.schema) and dense is not None:
+                shutil.copyfile(dense.directory / CONFIG, Path(fresh) / CONFIG)  # a loaded model's says how it was dequantized
             files = _move_files(Path(fresh), target)
         plan = split(everything, shard_bytes_max=max_shard_bytes)
         shards = _Shards(target, plan.filename_to_tensors, everything)
@@ -108,7 +116,7 @@ def export_checkpoint(
         shards.publish()
         files += plan.filename_to_tensors
         if plan.is_sharded:
-            metadata = {"total_parameters": _parameter_count(model, everything), **plan.metadata}
+            metadata = {**_parameter_count(model, everything, names), **plan.metadata}
             index = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
             files.append(INDEX)
             _write_text(target / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -126,10 +134,21 @@ def _bound(model: nn.Module) -> Namespace:
     return bound
 
 
-def _parameter_count(model: nn.Module, everything: Mapping[str, Tensor]) -> int:
-    """Number of parameters as transformers counts them: without buffers."""
+def _names(
+    model: nn.Module, layout: ExpertLayout, weights: _ModelWeights | _FileWeights, view: Namespace
+) -> HubNames | PackedNames:  # fmt: skip
+    if is_packed(view.schema):
+        assert isinstance(weights, _FileWeights), "refused before"
+        return PackedNames(ExpertSource(model, layout, weights.checkpoint), view.schema)
+    return HubNames(model, layout, weights.reversion, dtypes=_dtypes(view))
+
+
+def _parameter_count(model: nn.Module, everything: Mapping[str, Tensor], names: HubNames | PackedNames) -> dict[str, int]:
+    """Number of parameters as transformers counts them: without buffers. None where elements of tensors are no parameters."""
+    if isinstance(names, PackedNames):
+        return {}
     buffers = {name for name, _ in model.named_buffers()}
-    return sum(tensor.numel() for name, tensor in everything.items() if name not in buffers)
+    return {"total_parameters": sum(tensor.numel() for name, tensor in everything.items() if name not in buffers)}
 
 
 def _dtypes(namespace: Namespace) -> dict[str, torch.dtype]:
@@ -199,8 +218,9 @@ class _ModelWeights:
                 "(torch.distributed.checkpoint.state_dict.get_model_state_dict(full_state_dict=True)), or give dense="
             )
 
-    def everything(self, names: HubNames) -> dict[str, Tensor]:
+    def everything(self, names: HubNames | PackedNames) -> dict[str, Tensor]:
         """All tensors of the checkpoint, on meta, in the order in which they are saved."""
+        assert isinstance(names, HubNames), "quantized experts go beside their checkpoint's own dense part"
         metas = {name: torch.empty_like(tensor, device="meta") for name, tensor in self._dense.items()}
         return self.reversion.revert({**metas, **names.parameters()})
 
@@ -217,21 +237,23 @@ class _FileWeights:
     """Everything but the experts, as another checkpoint has it. If it has experts, it says how they are named and cut."""
 
     def __init__(self, model: nn.Module, layout: ExpertLayout, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
         conversions = Conversions(model)
         found = find_experts(conversions, model, layout, checkpoint)
-        experts = {tensor.name for sources in found.values() for tensors in sources.values() for tensor in tensors}
+        everything = (tensor for sources in found.values() for tensors in sources.values() for tensor in tensors)
+        experts = {stored.name for tensor in everything for stored in stored_of(tensor)}
         self.reversion = Reversion(model, conversions.used() if experts else None)
         self._tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in experts}
         if not self._tensors:
             raise CheckpointError(f"{checkpoint.directory} has no dense weights")
         self._files = Files()
 
-    def everything(self, names: HubNames) -> dict[str, Tensor]:
+    def everything(self, names: HubNames | PackedNames) -> dict[str, Tensor]:
         metas = {
             name: torch.empty(tensor.shape, dtype=TORCH_DTYPES[DTYPES[tensor.dtype]], device="meta")
             for name, tensor in self._tensors.items()
         }
-        found = {**metas, **self.reversion.revert(names.parameters())}
+        found = {**metas, **names.tensors()}
         return {name: found[name] for name in sorted(found, key=natural_order)}
 
     def write(self, shards: _Shards) -> None:

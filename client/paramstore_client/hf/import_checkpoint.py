@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from paramstore.clock import Clock, MonotonicClock
 from paramstore.core.key import ExpertKey
+from paramstore.core.schema import Schema
 from paramstore.errors import CheckpointError, ConfigError, ParamStoreError, SchemaMismatch
 from paramstore_client.connection.answers import Result
 from paramstore_client.connection.ticket import Ticket
@@ -30,6 +31,7 @@ from paramstore_client.hf.checkpoint.recipes import ExpertSource
 from paramstore_client.hf.checkpoint.shards import open_checkpoint
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
+from paramstore_client.quantized.packed import is_packed, packed_tensors
 from paramstore_client.safetensors_file import Files
 from paramstore_client.tensors import DTYPES
 
@@ -76,6 +78,7 @@ def import_checkpoint(
     layout = find_layout(model)
     check_schema(layout, namespace)
     source = ExpertSource(model, layout, open_checkpoint(path))
+    _check_quantized(source, namespace)
     with Files() as sampled:
         fingerprint = source.fingerprint(sampled)
     with Files() as files, reported("import", progress) as report:
@@ -160,7 +163,9 @@ class _Saver:
 def check_schema(layout: ExpertLayout, namespace: Namespace) -> None:
     """Returns if the namespace holds the experts of `layout`. Raises SchemaMismatch naming what differs."""
     wanted = {tensor.name: tensor.shape for tensor in layout.tensors}
-    found = {name: shape for name, shape, _ in namespace.schema.specs}
+    schema = namespace.schema
+    made = packed_tensors(schema) if is_packed(schema) else schema.part("param").fields
+    found = {tensor.name: tensor.shape for tensor in made}
     if wanted != found:
         raise SchemaMismatch(f"namespace {namespace.name!r} has fields {found}, the model's experts have {wanted}")
     if (layout.layers, layout.experts) != (namespace.layers, namespace.experts):
@@ -170,10 +175,21 @@ def check_schema(layout: ExpertLayout, namespace: Namespace) -> None:
         )
 
 
-def check_experts(path: str | os.PathLike[str], layout: ExpertLayout, model: nn.Module) -> None:
-    """Returns if the experts of the checkpoint at `path` can be imported. layout: of `model`, as for `import_checkpoint`. Raises
-    CheckpointError naming file and tensor."""
-    ExpertSource(model, layout, open_checkpoint(path))
+def packed_schema(path: str | os.PathLike[str], layout: ExpertLayout, model: nn.Module) -> Schema | None:
+    """The schema of records that hold the experts of the checkpoint at `path` as they are, where these are quantized, else None.
+    layout: of `model`, as for `import_checkpoint`. Raises CheckpointError naming file and tensor where they cannot be imported."""
+    source = ExpertSource(model, layout, open_checkpoint(path))
+    return source.schema if source.is_quantized else None
+
+
+def _check_quantized(source: ExpertSource, namespace: Namespace) -> None:
+    """Raises SchemaMismatch where quantized experts are to go where others are held, or the other way round."""
+    schema = namespace.schema
+    if (source.is_quantized or is_packed(schema)) and source.schema != schema:
+        raise SchemaMismatch(
+            f"the checkpoint's experts are {source.schema.specs}, namespace {namespace.name!r} holds {schema.specs}: quantized "
+            "experts are kept as they are, in a namespace of their own schema"
+        )
 
 
 def check_imported(path: str | os.PathLike[str], namespace: Namespace, model: nn.Module) -> bool:

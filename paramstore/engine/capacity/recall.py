@@ -2,7 +2,8 @@
 
 A client gives back what no kernel of its uses as soon as it looks at its word. One that is stopped, or computes on the bytes, is
 not waited for any longer: what it has it keeps, and whoever opens gets the rest or the error that names it. Until it answers again,
-only who asks for a number of slots waits for it.
+only who asks for a number of slots waits for it. A process that is killed closes its connection a moment before it has ended, and
+what it leased with it: who cannot open without those slots waits for that end as well.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from types import TracebackType
 from paramstore.engine.planner.promises import Opening
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.transfers.transfers import Transfers
+from paramstore.errors import CapacityError
 
 RECALL_WAIT_S = 5.0
 """Longest wait for lent slots: an idle client looks several times a second, and a kernel takes less than that."""
@@ -45,13 +47,20 @@ class Recall:
     def is_over(self) -> bool:
         """Asks back what is lent too much, and says whether there is nothing to wait for: all has come back, or the time is over.
 
-        Raises CapacityError where what is asked for was not even left beside promises. The namespace has its memory.
+        Raises CapacityError where what is asked for is not even left beside promises, and no client that is gone holds slots whose
+        end could be waited for. The namespace has its memory.
         """
         loop = asyncio.get_running_loop()
+        has_time = self._deadline_s is None or loop.time() < self._deadline_s
         with self._transfers.deciding() as planner:
-            owed, asked = planner.views.recall(self._namespace, self.opening)
-            is_waiting = owed > 0 and (self.opening.least > 0 or planner.loans.is_awaited(self._namespace))
-            if is_waiting and self._deadline_s is not None and loop.time() >= self._deadline_s:
+            try:
+                owed, asked = planner.views.recall(self._namespace, self.opening)
+                is_waiting = owed > 0 and (self.opening.least > 0 or planner.loans.is_awaited(self._namespace))
+            except CapacityError:
+                if not (has_time and planner.loans.is_ending(self._namespace)):
+                    raise
+                is_waiting, asked = True, []
+            if is_waiting and not has_time:
                 planner.loans.note_silence(self._namespace)
                 is_waiting = False
             if is_waiting:

@@ -69,6 +69,13 @@ class LoanPlanner:
         return any(_lent(view) > view.loan.may_keep for view in _going_on(namespace, is_writer=False) if not view.loan.is_silent)
 
     @staticmethod
+    def is_ending(namespace: NamespaceState) -> bool:
+        """Whether a client whose session is gone still holds slots: they come back when its process has ended. A writer that was
+        fenced by another is in its group still: its process goes on."""
+        fenced = [view for view in namespace.views if view.is_fenced and view.leased]
+        return any(view.group is None or view not in view.group.members.values() for view in fenced)
+
+    @staticmethod
     def note_silence(namespace: NamespaceState) -> None:
         """Notes who has let an opening's wait pass: openings that ask for no slots wait for them no more, until they answer."""
         for view in _going_on(namespace, is_writer=False):

@@ -60,9 +60,9 @@ def load() -> None:
     import paramstore.optim.cast
     import paramstore.optim.initial
     import paramstore.optim.update  # noqa: F401
-    from paramstore_native.adamw import kernel
+    from paramstore_native.adamw import ADAMW
 
-    kernel()
+    ADAMW.kernel()
     if is_first:
         gc.collect()
         gc.freeze()

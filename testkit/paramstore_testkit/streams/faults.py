@@ -19,7 +19,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from paramstore_client import device
-from paramstore_client.device.copier import REACHED, Copier, CudaCopier, Mark
+from paramstore_client.device.copier import REACHED, CudaCopier, Mark
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
 from paramstore_client.device.tier import DeviceTier
 from paramstore_testkit.source import Function
@@ -89,8 +89,8 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 def _slots_ready_when_made() -> Iterator[None]:
     make = DeviceSlots.__init__
 
-    def made(self: DeviceSlots, part: object, count: int, *, device: object, copier: Copier) -> None:
-        make(self, part, count, device=device, copier=copier)  # type: ignore[arg-type]
+    def made(self: DeviceSlots, part: object, count: int, **given: object) -> None:
+        make(self, part, count, **given)  # type: ignore[arg-type]
         self._last_use = [REACHED] * count
 
     with patch.object(DeviceSlots, "__init__", made):

@@ -9,12 +9,14 @@ import torch
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.optimizers import AdamW
+from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, StepMismatch, UnknownKey, WaitTimeout
 from paramstore.testing.memory_namespace import MemoryLease, MemoryNamespace, MemoryTicket
 from paramstore_client.device.copier import HostCopier, Mark
 from paramstore_client.device.slots import DeviceSlots
 from paramstore_client.device.tier import REPORT_EVERY, DeviceTier
 from paramstore_client.nn import ResidentExperts, StoredExperts
+from paramstore_client.quantized.packed import packed_tensors, unpack_all, unpacked
 from paramstore_testkit.streams.cuda import simulated_cuda
 from paramstore_testkit.streams.world import StreamWorld
 from paramstore_testkit.training.small_tier import KEYS, WatchfulCopier, assert_holds, make_namespace, make_tier, update, use
@@ -627,3 +629,20 @@ def test_a_tier_for_which_no_slot_could_be_made_says_so_at_every_use(monkeypatch
         assert (tier.keys, tier.has(KEYS[:1]), tier.stats) == ([], False, counts)
     assert ns.leased == []
     assert ns.device_reports[-1] == ([], KEYS[:2], 0)
+
+
+def test_quantized_experts_stand_in_the_dtype_that_was_asked_for() -> None:
+    schema = Schema.param({"w:mxfp4:blocks": ((8, 2, 16), "uint8"), "w:mxfp4:scales": ((8, 2), "uint8"), "b": ((8,), "bfloat16")})
+    ns, generator = MemoryNamespace(schema, layers=1, experts=6, lease_slots=4), torch.Generator().manual_seed(9)
+    ns.initialize(lambda key: {name: torch.randint(100, 140, shape, generator=generator) for name, shape, _ in schema.specs})
+    for dtype in (torch.bfloat16, torch.float32):
+        tier = DeviceTier(ns, 2, device="cpu", dtype=dtype)
+        assert tier.schema == unpacked(schema, str(dtype).removeprefix("torch."))
+        expected = {tensor.name: torch.empty(tensor.shape, dtype=dtype) for tensor in packed_tensors(schema)}
+        for key in KEYS:
+            unpack_all(packed_tensors(schema), ns.values(key), expected)
+            with tier.fetch([key]) as held:
+                assert {name: tensor.dtype for name, tensor in held[key].items()} == dict.fromkeys(("w", "b"), dtype)
+                assert all(torch.equal(held[key][name].nan_to_num(), value.nan_to_num()) for name, value in expected.items())
+        assert tier.stats.bytes_copied == len(KEYS) * (8 * 2 * 17 + 16), "what moves is what is stored"
+        tier.close()

@@ -9,6 +9,7 @@ import pytest
 
 from paramstore.core.schema import Schema
 from paramstore.engine.capacity.recall import RECALL_WAIT_S
+from paramstore.engine.planner.loans import LoanPlanner
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View, WriterGroup
 from paramstore.errors import CapacityError
@@ -71,6 +72,51 @@ def test_others_open_and_lease_while_one_waits() -> None:
         store.close_view(small)
         store.take_back(reader, 3)
         assert (await waiting).lease_slots == 9
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("mode", ["read", "write"])
+def test_who_needs_what_a_client_holds_that_is_gone_waits_for_its_end(mode: str) -> None:
+    async def scenario() -> None:
+        store, reader = await served(wait_s=1000.0)
+        view = reader if mode == "read" else await opened(store, mode="write")
+        await lease(store, view, keys_of(view)[: view.lease_slots])
+        store.end_writing(view, reason="is gone")  # its connection closed, and the process has not ended
+        waiting = asyncio.create_task(opened(store, mode=mode, least=16 if mode == "read" else 12))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        store.take_back(reader, 0)
+        store.close_view(view)
+        assert (await waiting).lease_slots == (16 if mode == "read" else 12)
+
+    run(scenario())
+
+
+def test_a_client_that_is_gone_and_never_ends_is_waited_for_a_bounded_time() -> None:
+    async def scenario() -> None:
+        store, reader = await served()
+        await lease(store, reader, keys_of(reader)[:4])
+        store.end_writing(reader, reason="is gone")
+        with pytest.raises(CapacityError, match=r"min_lease_slots=16, but 12 of its 17 slots are left .* still holds 4"):
+            await opened(store, least=16)
+        assert (await opened(store, least=12)).lease_slots == 12
+
+    run(scenario())
+
+
+def test_a_writer_that_another_fenced_is_not_waited_for() -> None:
+    async def scenario() -> None:
+        store, reader = await served(wait_s=1000.0)
+        store.close_view(reader)
+        writer = await opened(store, mode="write")
+        await lease(store, writer, keys_of(writer)[:8])
+        await opened(store, mode="write", least=4)
+        assert writer.is_fenced
+        assert not LoanPlanner.is_ending(writer.namespace)
+        with pytest.raises(CapacityError, match="still holds 8"):
+            await opened(store, mode="write", least=16)
 
     run(scenario())
 

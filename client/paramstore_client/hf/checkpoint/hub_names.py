@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from paramstore.core.key import ExpertKey
-from paramstore.errors import UnsupportedModel
+from paramstore.core.schema import Schema
+from paramstore.errors import CheckpointError, SchemaMismatch, UnsupportedModel
+from paramstore_client.hf.checkpoint.recipes import ExpertSource
 from paramstore_client.hf.compat.conversions import Reversion, natural_order
 from paramstore_client.hf.model import module_list
 from paramstore_client.hf.model.layout import ExpertLayout
+from paramstore_client.safetensors_file import DTYPES
+from paramstore_client.tensors import DTYPES as TORCH_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,10 @@ class HubNames:
         for layer in self._layout.layers:
             found.update(self._stacked(layer, self._layout.experts))
         return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that the experts are in the checkpoint, on meta, by its names."""
+        return self._reversion.revert(self.parameters())
 
     def pieces(self, key: ExpertKey, values: Mapping[str, Tensor]) -> dict[HubPlace, Tensor]:
         """One expert's `values` (by tensor name) as they are cut in the checkpoint."""
@@ -104,6 +112,32 @@ class HubNames:
         if children is None:
             return {f"{path}.{name}": value.new_empty((experts, *value.shape)) for name, value in self._metas().items()}
         return {name: value for expert in range(experts) for name, value in self._named(layer, expert, self._metas()).items()}
+
+
+class PackedNames:
+    """Quantized experts as the checkpoint `source` names and cuts them, whose records are of `schema`. Raises SchemaMismatch where
+    they would have other fields."""
+
+    def __init__(self, source: ExpertSource, schema: Schema) -> None:
+        if source.schema != schema:
+            raise SchemaMismatch(f"the experts have fields {schema.specs}, those of dense= {source.schema.specs}: give their own")
+        self._source = source
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As of `HubNames`."""
+        return {
+            stored.name: torch.empty(stored.shape, dtype=TORCH_DTYPES[DTYPES[stored.dtype]], device="meta")
+            for stored in self._source.stored()
+        }
+
+    def pieces(self, key: ExpertKey, values: Mapping[str, Tensor]) -> dict[HubPlace, Tensor]:
+        """One expert's `values` (by field) as they are cut in the checkpoint. Raises CheckpointError where they were converted."""
+        found = {}
+        for field, stored, row in self._source.places(key):
+            if stored.length_bytes != values[field].nbytes:
+                raise CheckpointError(f"{stored} is {stored.dtype}, and was imported as {values[field].dtype}")
+            found[HubPlace(stored.name, row)] = values[field]
+        return found
 
 
 def dense_groups(names: Iterable[str]) -> list[list[str]]:

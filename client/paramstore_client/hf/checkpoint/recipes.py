@@ -2,7 +2,8 @@
 
 A mapping merges the tensors of all experts of a layer into the parameters of its experts module. Here its converters run on the
 tensors of one expert at a time. The result is the same where experts are only stacked, which is checked before anything is read: a
-converter must make `[1, *shape]` of one expert's tensors.
+converter must make `[1, *shape]` of one expert's tensors. Quantized tensors are not converted: they are read as they are, where
+their conversion would only put them one below the other.
 """
 
 from __future__ import annotations
@@ -11,22 +12,28 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from torch import Tensor, nn
 
 from paramstore.core.key import ExpertKey
-from paramstore.errors import CheckpointError
+from paramstore.core.schema import Schema
+from paramstore.errors import CheckpointError, SchemaMismatch
+from paramstore_client.hf.checkpoint.quantized_tensors import CheckpointTensor, QuantizedTensor, paired, spec_of, stored_of
 from paramstore_client.hf.checkpoint.shards import Checkpoint
 from paramstore_client.hf.compat.conversions import Conversions, natural_order
 from paramstore_client.hf.model import module_list
 from paramstore_client.hf.model.layout import ExpertLayout, ExpertTensor
+from paramstore_client.quantized.packed import packed_tensors
 from paramstore_client.safetensors_file import DTYPES, Files, StoredTensor
 from paramstore_client.tensors import DTYPES as TORCH_DTYPES
 from paramstore_client.tensors import mapped
 
-Found = Mapping[str, Mapping[str | None, list[StoredTensor]]]
+Found = Mapping[str, Mapping[str | None, list[CheckpointTensor]]]
 """Per parameter of the model, per pattern of the converter that makes it (None without one), the tensors that it is made of."""
+_Kind = tuple[ExpertTensor, tuple[tuple[str | None, tuple[int, ...], str], ...]]
+"""A tensor of the experts, and what it is made of: by pattern, shape and dtype."""
 FLOATS = ("F32", "BF16", "F16")
 """Dtypes of weights that can be computed with as they are."""
 SAMPLES_MAX = 1024
@@ -43,10 +50,10 @@ class Recipe:
 
     target: str
     tensor: ExpertTensor
-    sources: Mapping[str | None, tuple[StoredTensor, ...]]
+    sources: Mapping[str | None, tuple[CheckpointTensor, ...]]
     is_per_expert: bool
 
-    def of(self, expert: int) -> dict[str | None, StoredTensor]:
+    def of(self, expert: int) -> dict[str | None, CheckpointTensor]:
         """The stored tensors of one expert, by pattern; where a tensor has all experts, the expert's row of it."""
         if self.is_per_expert:
             return {pattern: tensors[expert] for pattern, tensors in self.sources.items()}
@@ -63,6 +70,8 @@ class ExpertSource:
         self._layout = layout
         self._directory = checkpoint.directory
         self._conversions = Conversions(model)
+        self._orders: dict[tuple[ExpertTensor, tuple[str | None, ...]], list[str | None]] = {}
+        """Of quantized pieces, by tensor and patterns: which lies below which."""
         found = find_experts(self._conversions, model, layout, checkpoint)
         self._recipes = {layer: [self._recipe(model, layer, tensor, found) for tensor in layout.tensors] for layer in layout.layers}
         self._check()
@@ -87,32 +96,108 @@ class ExpertSource:
         return Recipe(target, tensor, sources, is_per_expert)
 
     def _check(self) -> None:
-        seen: set[object] = set()
+        seen: set[_Kind] = set()
+        quantized = set[ExpertTensor]()
         for recipes in self._recipes.values():
             for recipe in recipes:
                 for expert in range(self._layout.experts):
-                    self._check_one(recipe, recipe.of(expert), seen)
+                    sources = recipe.of(expert)
+                    self._check_one(recipe, sources, seen)
+                    if _is_quantized(sources):
+                        quantized.add(recipe.tensor)
+        for tensor in quantized:
+            if len(kinds := [stored for of, stored in seen if of == tensor]) > 1:
+                raise CheckpointError(
+                    f"{self._directory}: {tensor.name!r} of its experts is of several kinds, {kinds[:2]}: quantized experts are "
+                    "served where all have one"
+                )
 
-    def _check_one(self, recipe: Recipe, sources: Mapping[str | None, StoredTensor], seen: set[object]) -> None:
+    def _check_one(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor], seen: set[_Kind]) -> None:
         """Checks what `recipe` makes of one expert's `sources`. seen: what need not be checked again."""
-        for source in sources.values():
-            if source.dtype not in FLOATS:
-                raise CheckpointError(f"{source} is {source.dtype}: experts are read from {', '.join(FLOATS)}; dequantize it first")
-        shapes = tuple((pattern, source.shape, source.dtype) for pattern, source in sources.items())
+        everything = [(pattern, stored) for pattern, source in sources.items() for stored in stored_of(source)]
+        shapes = tuple((pattern, stored.shape, stored.dtype) for pattern, stored in everything)
         if (recipe.tensor, shapes) in seen:
             return
-        metas = {
-            pattern: torch.empty(source.shape, dtype=_torch_dtype(source), device="meta") for pattern, source in sources.items()
-        }
-        named = ", ".join(f"{source} of shape {list(source.shape)}" for source in sources.values())
+        named = ", ".join(f"{stored} of shape {list(stored.shape)}" for _, stored in everything)
         try:
-            made = self._made(recipe, metas)
+            shape = self._quantized_shape(recipe, sources) if _is_quantized(sources) else self._plain_shape(recipe, sources)
         except (RuntimeError, ValueError, IndexError, KeyError) as error:  # whatever a conversion makes of wrong shapes
             raise CheckpointError(f"{named}: cannot be converted to {recipe.target!r}: {error}") from error
-        if tuple(made.shape) != recipe.tensor.shape:
+        if shape != recipe.tensor.shape:
             wanted = list(recipe.tensor.shape)
-            raise CheckpointError(f"{named}: makes {list(made.shape)} for an expert, {recipe.target!r} has {wanted}")
+            raise CheckpointError(f"{named}: makes {list(shape)} for an expert, {recipe.target!r} has {wanted}")
         seen.add((recipe.tensor, shapes))
+
+    def _plain_shape(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> tuple[int, ...]:
+        metas = {}
+        for pattern, source in sources.items():
+            (stored,) = stored_of(source)
+            if stored.dtype not in FLOATS:
+                raise CheckpointError(
+                    f"{stored} is {stored.dtype}: experts are read from {', '.join(FLOATS)}, and, to be served, from fp8 with "
+                    "block scales and mxfp4; dequantize it first"
+                )
+            metas[pattern] = torch.empty(stored.shape, dtype=_torch_dtype(stored), device="meta")
+        return tuple(self._made(recipe, metas).shape)
+
+    def _quantized_shape(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> tuple[int, ...]:
+        """Raises CheckpointError where the pieces and their scales do not fit."""
+        fields = {name: spec_of(stored) for name, stored in self._fields(recipe, sources)}
+        try:
+            (made,) = packed_tensors(Schema.param(fields))
+        except SchemaMismatch as error:
+            named = ", ".join(str(source) for source in sources.values())
+            raise CheckpointError(f"{named}: {error}") from error
+        return made.shape
+
+    def _fields(
+        self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]
+    ) -> Iterator[tuple[str, StoredTensor]]:  # fmt: skip
+        """The fields that one expert's quantized `sources` are in a record, each with what it holds."""
+        for piece, pattern in enumerate(self._order(recipe, sources)):
+            source = sources[pattern]
+            if not isinstance(source, QuantizedTensor):
+                raise CheckpointError(f"{source} is {source.dtype}, and others that make {recipe.target!r} are quantized")
+            yield from (source if recipe.is_per_expert else source.one()).fields(recipe.tensor.name, piece)
+
+    def _order(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> list[str | None]:
+        """The patterns of pieces that their conversion puts one below the other, from the top. Raises CheckpointError where it does
+        more than that."""
+        known = recipe.tensor, tuple(sources)
+        if known not in self._orders:
+            self._orders[known] = [None] if [*sources] == [None] else self._tried_order(recipe, sources)
+        return self._orders[known]
+
+    def _tried_order(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> list[str | None]:
+        """Converts the numbers of the elements, and looks where they have gone."""
+        numbers, start = {}, 0
+        for pattern, source in sources.items():
+            count = torch.Size(source.shape).numel()
+            numbers[pattern] = torch.arange(start, start + count, dtype=torch.int32).view(source.shape)
+            start += count
+        made = self._made(recipe, numbers)
+        for order in permutations(numbers):
+            if torch.equal(made, torch.cat([numbers[pattern] for pattern in order], dim=-2).view(made.shape)):
+                return list(order)
+        raise CheckpointError(f"{recipe.target!r}: its conversion does more than put quantized pieces one below the other")
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of records that hold the experts as they are in the checkpoint."""
+        fields: dict[str, tuple[tuple[int, ...], str]] = {}
+        for recipe in self._recipes[self._layout.layers[0]]:
+            sources = recipe.of(0)
+            if _is_quantized(sources):
+                fields.update((name, spec_of(stored)) for name, stored in self._fields(recipe, sources))
+            else:
+                dtypes = sorted({spec_of(stored)[1] for source in sources.values() for stored in stored_of(source)})
+                fields[recipe.tensor.name] = recipe.tensor.shape, dtypes[0] if len(dtypes) == 1 else "float32"
+        return Schema.param(fields)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any tensor of its experts is."""
+        return any(_is_quantized(recipe.of(0)) for recipes in self._recipes.values() for recipe in recipes)
 
     def _made(self, recipe: Recipe, values: Mapping[str | None, Tensor]) -> Tensor:
         """The module's tensor of one expert. Raises what a conversion raises."""
@@ -129,7 +214,8 @@ class ExpertSource:
         """The stored tensors that are read for one expert."""
         layer, expert = key
         for recipe in self._recipes[layer]:
-            yield from recipe.of(expert).values()
+            for tensor in recipe.of(expert).values():
+                yield from stored_of(tensor)
 
     def read(self, key: ExpertKey, files: Files) -> dict[str, Tensor]:
         """The tensors of one expert, by name, in the checkpoint's dtype. At most twice their size is held meanwhile.
@@ -137,19 +223,45 @@ class ExpertSource:
         Raises CheckpointError naming file and tensor.
         """
         layer, expert = key
-        values = {}
+        values: dict[str, Tensor] = {}
         for recipe in self._recipes[layer]:
-            parts = {pattern: read_tensor(source, files) for pattern, source in recipe.of(expert).items()}
+            sources = recipe.of(expert)
+            if _is_quantized(sources):
+                values.update((name, read_tensor(stored, files)) for name, stored in self._fields(recipe, sources))
+                continue
+            parts = {pattern: read_tensor(stored, files) for pattern, source in sources.items() for stored in stored_of(source)}
             values[recipe.tensor.name] = self._made(recipe, parts)
         return values
+
+    def stored(self) -> Iterator[StoredTensor]:
+        """All tensors of the checkpoint that the experts are made of."""
+        for recipes in self._recipes.values():
+            for recipe in recipes:
+                for tensors in recipe.sources.values():
+                    for tensor in tensors:
+                        yield from stored_of(tensor)
+
+    def places(self, key: ExpertKey) -> Iterator[tuple[str, StoredTensor, int | None]]:
+        """Yields the fields of a record of `schema`, each with the tensor of the checkpoint that it is, or is a row of, and that
+        row. Raises CheckpointError where a field is more than that."""
+        layer, expert = key
+        for recipe in self._recipes[layer]:
+            row, sources = None if recipe.is_per_expert else expert, recipe.of(expert)
+            for name, stored in self._fields(recipe, sources) if _is_quantized(sources) else self._whole(recipe, sources):
+                yield name, stored, row
+
+    def _whole(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> Iterator[tuple[str, StoredTensor]]:
+        """The field that one expert's plain `sources` are in a record that holds quantized ones beside it."""
+        if len(self._order(recipe, sources)) > 1:
+            raise CheckpointError(f"{recipe.target!r}: it is made of several tensors, which a record does not keep apart")
+        (source,) = sources.values()
+        (stored,) = stored_of(source)
+        yield recipe.tensor.name, stored
 
     def fingerprint(self, files: Files) -> str:
         """Tells this checkpoint's experts from those of another: their names, shapes, dtypes, and up to SAMPLES_MAX samples of
         SAMPLE_BYTES of their values, whatever the files are called. Two that differ only in other values have the same."""
-        everything = [
-            tensor for recipes in self._recipes.values() for recipe in recipes for tensors in recipe.sources.values()
-            for tensor in tensors
-        ]  # fmt: skip
+        everything = [*self.stored()]
         hashed = hashlib.blake2b(digest_size=16)
         for tensor in everything:
             hashed.update(repr((tensor.name, tensor.dtype, tensor.shape)).encode())
@@ -176,11 +288,12 @@ def _torch_dtype(stored: StoredTensor) -> torch.dtype:
 def find_experts(conversions: Conversions, model: nn.Module, layout: ExpertLayout, checkpoint: Checkpoint) -> Found:
     """The tensors of `checkpoint` that become the experts' parameters."""
     targets = expert_parameters(model, layout)
-    found: dict[str, dict[str | None, list[StoredTensor]]] = {}
-    for name in sorted(checkpoint.tensors, key=natural_order):
+    found: dict[str, dict[str | None, list[CheckpointTensor]]] = {}
+    tensors = paired(checkpoint.tensors)
+    for name in sorted(tensors, key=natural_order):
         target, pattern = conversions.rename(name, targets)
         if target in targets:
-            found.setdefault(target, {}).setdefault(pattern, []).append(checkpoint.tensors[name])
+            found.setdefault(target, {}).setdefault(pattern, []).append(tensors[name])
     return found
 
 
@@ -196,11 +309,15 @@ def expert_parameters(model: nn.Module, layout: ExpertLayout) -> dict[str, int]:
     return targets
 
 
-def _has_all(tensors: tuple[StoredTensor, ...], experts: int) -> bool:
-    return len(tensors) == 1 and len(tensors[0].shape) > 1 and tensors[0].shape[0] == experts
+def _is_quantized(sources: Mapping[str | None, CheckpointTensor]) -> bool:
+    return any(isinstance(source, QuantizedTensor) for source in sources.values())
 
 
-def _lacking(tensors: tuple[StoredTensor, ...], experts: int) -> str:
+def _has_all(tensors: tuple[CheckpointTensor, ...], experts: int) -> bool:
+    return len(tensors) == 1 and all(len(one.shape) > 1 and one.shape[0] == experts for one in stored_of(tensors[0]))
+
+
+def _lacking(tensors: tuple[CheckpointTensor, ...], experts: int) -> str:
     """Words for an error where there is not one tensor for each expert: the missing name, where it can be told."""
     split = [re.split(r"(\d+)", tensor.name) for tensor in tensors]
     varying = [place for place in range(1, len(split[0]), 2) if len({parts[place] for parts in split}) > 1]
@@ -210,5 +327,5 @@ def _lacking(tensors: tuple[StoredTensor, ...], experts: int) -> str:
         if missing is not None:
             parts = [*split[0]]
             parts[varying[0]] = str(missing)
-            return f"tensor {''.join(parts)!r} is missing (others of its kind are in {tensors[0].file.name})"
-    return f"{len(tensors)} tensors like {tensors[0].name!r} ({tensors[0].file.name})"
+            return f"tensor {''.join(parts)!r} is missing (others of its kind are in {stored_of(tensors[0])[0].file.name})"
+    return f"{len(tensors)} tensors like {tensors[0].name!r} ({stored_of(tensors[0])[0].file.name})"

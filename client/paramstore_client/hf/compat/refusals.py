@@ -8,19 +8,25 @@ from typing import Any
 from torch import nn
 
 from paramstore.errors import UnsupportedModel
+from paramstore_client.hf.compat.quantization import method_of, quantized_parts
 
 ARGUMENTS = {
     "tp_plan": "tensor parallelism would shard expert parameters, which the model has no more; use FSDP2 or DDP for the dense part",
     "tp_size": "tensor parallelism would shard expert parameters, which the model has no more; use FSDP2 or DDP for the dense part",
     "distributed_config": "expert and tensor parallelism shard expert parameters, which the model has no more; the ranks of a node "
     "share one store instead",
-    "quantization_config": "quantized layers replace the experts module; load the checkpoint without it",
+    "quantization_config": "quantized layers replace the experts module; load the checkpoint without it (one of fp8 or mxfp4 is "
+    "served as it is with mode='infer')",
     "gguf_file": "a GGUF file has no safetensors to read expert by expert; convert it first",
     "variant": "experts are read from the files without a variant, the dense part from those with it; load a copy without",
     "state_dict": "experts are read from the checkpoint's files, not from a state dict; save it as a checkpoint first",
     "adapter_kwargs": "adapters replace modules while loading; add them to the loaded model",
 }
 """Arguments of from_pretrained that cannot go together with stored experts, and why."""
+
+
+SERVED = ("fp8", "mxfp4")
+"""Methods of quantization whose experts are served as they are."""
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -32,17 +38,23 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise UnsupportedModel("trust_remote_code=True: experts are stored for models of transformers itself; leave it out")
 
 
-def check_config(config: Any) -> None:
-    """Raises UnsupportedModel for a checkpoint whose experts are quantized."""
-    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))):
-        quantization = getattr(part, "quantization_config", None)
-        if quantization is not None:
-            given = quantization if isinstance(quantization, Mapping) else vars(quantization)
-            method = given.get("quant_method")
+def check_config(config: Any, *, mode: str = "train") -> None:
+    """Raises UnsupportedModel for a checkpoint whose experts are quantized, unless it is one that can be served and `mode` is
+    "infer"."""
+    for part in quantized_parts(config):
+        method = method_of(part)
+        copy = "Load it once with dequantize=True in its quantization config, save_pretrained that, load the copy"
+        if method in SERVED and mode == "infer":
+            continue
+        if method in SERVED:
             raise UnsupportedModel(
-                f"the checkpoint is quantized ({getattr(method, 'value', method)}): its experts are not the tensors that a kernel "
-                "computes with. Load it once with dequantize=True in its quantization config, save_pretrained that, load the copy"
+                f"the checkpoint is quantized ({method}): such experts are served, by ps.hf.from_pretrained with mode='infer', and "
+                f"not trained. {copy}"
             )
+        raise UnsupportedModel(
+            f"the checkpoint is quantized ({method}): its experts are not the tensors that a kernel computes with; of quantized "
+            f"ones {' and '.join(SERVED)} are served. {copy}"
+        )
 
 
 def why_no_experts(model: nn.Module) -> str:

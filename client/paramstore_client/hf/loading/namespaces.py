@@ -58,9 +58,12 @@ def open_experts(
     return store.open_namespace(name, mode="write", min_lease_slots=least, **ranks)
 
 
-def is_committed(store: Store, name: str) -> bool:
-    """Whether there is a namespace of that name with a committed step."""
-    return any(known["name"] == name and known["committed_step"] is not None for known in store.namespaces())
+def committed_schema(store: Store, name: str) -> Schema | None:
+    """The schema of the namespace of that name; None where there is none with a committed step."""
+    for known in store.namespaces():
+        if known["name"] == name and known["committed_step"] is not None:
+            return Schema.from_description(known["schema"])
+    return None
 
 
 def _open_reader(store: Store, name: str, bounds: LeaseBounds) -> Namespace:

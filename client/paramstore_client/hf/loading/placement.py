@@ -1,4 +1,5 @@
 """Decides where a served model's experts stand: leased in host memory, or in slots of the device that computes, and in how many.
+Quantized experts stand in slots on the CPU too, unpacked: in memory of this process, beside the daemon's.
 
 On a device without `expert_memory` they take what is free after the dense part, less the KV cache at the asked size and a reserve
 for activations. None of it has ever run on a GPU.
@@ -9,25 +10,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from paramstore.core.arguments import wrong
-from paramstore.core.schema import Schema
+from paramstore.core.schema import Schema, dtype_name
 from paramstore.errors import CapacityError, ConfigError, UnsupportedModel
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
 from paramstore_client.hf.loading.namespaces import LeaseBounds
 from paramstore_client.hf.model.layout import ExpertLayout
+from paramstore_client.quantized.packed import is_packed, unpacked
 from paramstore_client.source import HostSource
 
 RESERVE_BYTES = 512 << 20
 """Least device memory that is left to activations, and to what CUDA's libraries allocate at first use."""
 RESERVE_SHARE = 16
 """One of so many bytes of what is free is left to them, if that is more."""
+
+UNPACKED_AT_ONCE = 5
+"""Device memory that is left to unpacking, in experts as they are computed with: the packed image of one, and what torch makes on
+its way, in float32 and int32, of its largest tensor."""
+
+HOST_SHARE = 4
+"""One of so many bytes of available host memory is for unpacked experts, where nobody says how much."""
 
 CacheShape = tuple[int, int]
 """(sequences at once, tokens of each)."""
@@ -45,21 +55,26 @@ class Placement:
 
     @classmethod
     def of(
-        cls, model: nn.Module, layout: ExpertLayout, schema: Schema, memory: ExpertMemory, *, cache_shape: CacheShape | None
-    ) -> Placement:
-        """The placement of a loaded model that is served. Raises ConfigError, CapacityError where a device has no room, and
-        UnsupportedModel for one that is spread over several devices."""
+        cls, model: nn.Module, layout: ExpertLayout, schema: Schema, memory: ExpertMemory, *, cache_shape: CacheShape | None,
+        is_packed: bool = False,
+    ) -> Placement:  # fmt: skip
+        """The placement of a loaded model that is served. schema: of the experts that are computed with. is_packed: whether records
+        hold them quantized: then they stand unpacked in slots, on the CPU too. Raises ConfigError, CapacityError where a device has
+        no room, and UnsupportedModel for one that is spread over several devices."""
         key_count = len(layout.layers) * layout.experts
         slots = memory.slots_for(schema, key_count)
         device = device_of_experts(model, layout)
-        if device.type == "cpu":
+        if device.type == "cpu" and not is_packed:
             return cls(None, slots)
+        image_bytes = schema.part("param").image_bytes
+        if device.type == "cpu":
+            return cls(device, slots or min(key_count, max(1, available_bytes() // HOST_SHARE // image_bytes)))
         if slots is None:
             config: Any = model.config
             shape = cache_shape or (1, config.get_text_config(decoder=True).max_position_embeddings)
             cache = cache_bytes(config, shape, itemsize=next(model.parameters()).itemsize)
-            image_bytes = schema.part("param").image_bytes
-            slots = slots_that_fit(free_bytes(device), cache=cache, image_bytes=image_bytes, key_count=key_count)
+            beside = UNPACKED_AT_ONCE * image_bytes if is_packed else 0
+            slots = slots_that_fit(free_bytes(device) - beside, cache=cache, image_bytes=image_bytes, key_count=key_count)
         return cls(device, slots)
 
     def lease_bounds(self, least: int) -> LeaseBounds:
@@ -137,13 +152,22 @@ def free_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def make_tier(namespace: HostSource, slots: int, *, device: torch.device, policy: str) -> DeviceTier:
+def available_bytes() -> int:
+    """Bytes of host memory that can be had without swapping, as the kernel estimates."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) << 10
+
+
+def make_tier(
+    namespace: HostSource, slots: int, *, device: torch.device, policy: str, dtype: torch.dtype = torch.bfloat16
+) -> DeviceTier:
     """A tier of `slots` slots, or of fewer where the device has no memory for them, which is logged. Raises CapacityError where it
     has none for one; then nothing is kept."""
-    asked, image_bytes = slots, namespace.schema.part("param").image_bytes
+    schema = namespace.schema
+    asked, image_bytes = slots, (unpacked(schema, dtype_name(dtype)) if is_packed(schema) else schema).part("param").image_bytes
     while True:
         try:
-            tier = DeviceTier(namespace, slots, device=device, policy=policy)
+            tier = DeviceTier(namespace, slots, device=device, policy=policy, dtype=dtype)
         except torch.OutOfMemoryError as error:
             if slots == 1:
                 raise CapacityError(

@@ -19,7 +19,7 @@ from torch import nn
 from paramstore.core import arguments
 from paramstore.core.key import check_name
 from paramstore.core.optimizers import OPTIMIZERS
-from paramstore.core.schema import UPDATE_RULES
+from paramstore.core.schema import UPDATE_RULES, Schema
 from paramstore.errors import CheckpointError, ConfigError
 from paramstore.policy.slot_visit import SlotCounts
 from paramstore_client.checkpoint_directory import checkpoint_directory
@@ -29,12 +29,13 @@ from paramstore_client.device.tier import DeviceTier
 from paramstore_client.device.visit_order import declare_order
 from paramstore_client.hf.checkpoint.shards import open_checkpoint
 from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.compat.quantization import dequantize_dense
 from paramstore_client.hf.compat.refusals import check_arguments, check_config
-from paramstore_client.hf.import_checkpoint import check_experts, check_imported, import_checkpoint
+from paramstore_client.hf.import_checkpoint import check_imported, import_checkpoint, packed_schema
 from paramstore_client.hf.loading import spinning_threads
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
-from paramstore_client.hf.loading.namespaces import is_committed, open_experts
+from paramstore_client.hf.loading.namespaces import committed_schema, open_experts
 from paramstore_client.hf.loading.newest_step import take_dense
 from paramstore_client.hf.loading.placement import CacheShape, Placement, check_device_map, check_shape, make_tier
 from paramstore_client.hf.model import experts_function
@@ -44,6 +45,7 @@ from paramstore_client.hf.model.kernels import choose_kernel
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.stripping import strip, stripped_class
 from paramstore_client.namespace import Namespace, close_when_dropped
+from paramstore_client.quantized.packed import is_packed
 from paramstore_client.source import ExpertSource
 from paramstore_client.training import Experts
 from paramstore_client.training import bind as bind_training
@@ -63,15 +65,24 @@ class _Source:
     options: Mapping[str, Any]
     model: Any
     progress: Any
+    is_quantized: bool = False
+    """Whether its configuration says so."""
 
     def directory(self) -> Path:
         """The directory of its files. Raises CheckpointError."""
         cached = {key: self.options[key] for key in CACHE_OPTIONS if self.options.get(key) is not None}
         return checkpoint_directory(self.path, **cached) / (self.options.get("subfolder") or "")
 
-    def look(self, layout: ExpertLayout) -> None:
-        """Raises CheckpointError where the experts cannot be imported, before a namespace is made, which stays."""
-        check_experts(self.directory(), layout, self.model)
+    def look(self, layout: ExpertLayout) -> Schema | None:
+        """The schema of quantized experts as they are in the checkpoint, None for others. Raises CheckpointError where the experts
+        cannot be imported, before a namespace is made, which stays."""
+        schema = packed_schema(self.directory(), layout, self.model)
+        if schema is not None and not self.is_quantized:
+            raise CheckpointError(
+                f"{self.path}: its experts are quantized, and its configuration has no quantization_config, without which the "
+                "dense part cannot be loaded: dequantize it first"
+            )
+        return schema
 
     def fill(self, namespace: Namespace) -> None:
         """Imports the experts into a new namespace; of several ranks, this one's share."""
@@ -120,20 +131,26 @@ class _Wanted:
 
     def give_experts(
         self, model: Any, name: str, requested: str, *, fill: Callable[[Namespace], object],
-        look: Callable[[ExpertLayout], None] | None = None, check: Callable[[Namespace], object] | None = None,
+        look: Callable[[ExpertLayout], Schema | None] | None = None, check: Callable[[Namespace], object] | None = None,
     ) -> Namespace:  # fmt: skip
         """Joins a stripped model with its experts in the namespace `name`, which is made where there is none; gives it.
 
         requested: the experts kernel that the model would run by itself. look: called first where the namespace is still to be
-        filled; fill, check: as for `open_experts`. Raises as `from_pretrained`; nothing is left open then.
+        filled, and gives the schema of quantized experts; fill, check: as for `open_experts`. Raises as `from_pretrained`; nothing
+        is left open then.
         """
         memory = ExpertMemory.of(self.expert_memory, self.residency, mode=self.mode)
         layout, trains = find_layout(model), self.mode == "train"
         schema = layout.schema(self.optimizer if trains else None, updates=self.updates, **(self.schema_options or {}))
         kernel = choose_kernel(model, self.experts_kernel, requested)
-        placement = ON_HOST if trains else Placement.of(model, layout, schema, memory, cache_shape=self.cache_shape)
-        if look is not None and not is_committed(self.store, name):
-            look(layout)
+        held = committed_schema(self.store, name)
+        if held is None and look is not None:
+            held = look(layout)
+        quantized = held if held is not None and is_packed(held) and not trains else None
+        placement = ON_HOST if trains else Placement.of(
+            model, layout, schema, memory, cache_shape=self.cache_shape, is_packed=quantized is not None
+        )  # fmt: skip
+        schema = quantized or schema
         bounds = placement.lease_bounds(int(self.min_lease_slots))
         with memory.named(placement.slots):
             opened = open_experts(self.store, name, layout, schema, mode=self.mode, bounds=bounds, fill=fill, check=check)
@@ -174,7 +191,8 @@ def from_pretrained(
     name: default the last part of `path`. experts_kernel: "auto", "eager", "grouped_mm", "batched_mm"; auto is what the
     model would run by itself, or the `experts_implementation` among the options. min_lease_slots: as for `open_namespace`.
     expert_memory: in mode "infer", how many experts stay leased across forwards, or their size, as in "12GiB": so many slots are
-    asked for, and no more. Default: what the namespace is promised, and lent. Where `device_map` puts the dense part on a device,
+    asked for, and no more. Default: what the namespace is promised, and lent. Quantized experts stand in memory of this process,
+    unpacked, by default in a quarter of what is available. Where `device_map` puts the dense part on a device,
     it is slots of that device's memory, by default all that is free beside a KV cache of cache_shape (sequences at once, tokens of
     each; default: one of the most tokens that the model takes). residency: which give way first, "auto", "ring" or "buffer".
     speculation: whether experts are loaded ahead by the next layer's router, run early, where not all of them can stand.
@@ -192,9 +210,9 @@ def from_pretrained(
     )  # fmt: skip
     _check(model_class, name)
     arguments.path("path", path)
-    loaded, requested, options = _load_dense(model_class, path, options)
+    loaded, requested, options, is_quantized = _load_dense(model_class, path, options, mode=mode)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
-    source = _Source(path, options, model, progress)
+    source = _Source(path, options, model, progress, is_quantized)
     name = name or _name_of(path)
     opened = wanted.give_experts(model, name, requested, look=source.look, fill=source.fill, check=source.check)
     if mode == "infer":
@@ -307,7 +325,8 @@ def join(
             declare_order(namespace)
         source: ExpertSource = namespace
         if placement.device is not None:
-            source = make_tier(namespace, placement.slots or 1, device=placement.device, policy=policy)
+            dtype = find_layout(model).tensors[0].dtype
+            source = make_tier(namespace, placement.slots or 1, device=placement.device, policy=policy, dtype=dtype)
         elif not trains:
             source = standing(namespace, slots=placement.slots, policy=policy)
             spinning_threads.advise(source.lease_slots, len(namespace.layers) * namespace.experts)
@@ -332,18 +351,20 @@ def _take_dense(model: nn.Module, namespace: Namespace, source: _Source) -> None
 
 
 def _load_dense(
-    model_class: Any, path: str | os.PathLike[str], options: dict[str, Any]
-) -> tuple[Any, str, dict[str, Any]]:  # fmt: skip
+    model_class: Any, path: str | os.PathLike[str], options: dict[str, Any], *, mode: str
+) -> tuple[Any, str, dict[str, Any], bool]:  # fmt: skip
     """Loads a checkpoint's model without its experts. Gives what `from_pretrained` of transformers returns, the experts kernel that
-    the model would run by itself, and the options that are left. Raises CheckpointError, and UnsupportedModel before it loads."""
+    the model would run by itself, the options that are left, and whether the checkpoint says that it is quantized. Raises
+    CheckpointError, and UnsupportedModel before it loads."""
     check_arguments(options)
     check_device_map(options.get("device_map"))
     requested, config = options.pop("experts_implementation", None), options.pop("config", None)
     if config is None or isinstance(config, str | os.PathLike):
         config, options = modeling.load_config(model_class, config or path, **options)
-    check_config(config)
+    check_config(config, mode=mode)
     concrete = modeling.concrete_class(model_class, config)
-    config = modeling.config_of(concrete, config)
+    config = copy.deepcopy(modeling.config_of(concrete, config))  # it may be the caller's
+    is_quantized = dequantize_dense(config)
     find_layout(modeling.on_meta(concrete, copy.deepcopy(config)))  # refuses before anything is loaded
     experts_function.register()
     requested = requested or config._experts_implementation
@@ -359,7 +380,7 @@ def _load_dense(
         except CheckpointError as named:
             raise named from error
         raise CheckpointError(f"{os.fspath(path)}: a file of the checkpoint is damaged: {error}: fetch it again") from error
-    return loaded, requested, options
+    return loaded, requested, options, is_quantized
 
 
 def _check(model_class: Any, name: str | None) -> None:

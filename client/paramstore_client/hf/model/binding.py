@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,19 @@ class ModelExperts:
         self.is_shared = False
         """Whether the model was copied: the copy has dense weights of its own, which stay where these move."""
         self._is_ring = is_ring
+        self._turn = threading.RLock()
+        """Whose thread computes a layer in slots: a device tier is used by one at a time."""
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """A block that one thread at a time goes through, where the experts are in slots. Raises what the handle's calls raise in a
+        forked child, where another thread's turn would never end."""
+        if not isinstance(self.source, DeviceTier):
+            yield
+            return
+        self.source.namespace.check_usable()
+        with self._turn:
+            yield
 
     def after_forward(
         self, layer: int, dispatch: Dispatch, hidden_TH: Tensor, room: int, *, records: bool = False
@@ -149,7 +163,8 @@ class LayerExperts(Unpicklable):
         """Runs the module's kernel on the tokens; returns [T, H]: transformers' contract of an experts function."""
         self._check_step()
         self.early.begin_layer(self.layer, len(hidden_TH))
-        y_TH = self._model.under_way.compute(lambda: self._run(module, hidden_TH, ids_TK, gate_TK))
+        with self._model.alone():
+            y_TH = self._model.under_way.compute(lambda: self._run(module, hidden_TH, ids_TK, gate_TK))
         self.early.end_layer()
         return y_TH
 
@@ -237,7 +252,8 @@ class LayerExperts(Unpicklable):
     def run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
         """Runs a container's own forward on its arguments. Experts are leased one at a time, as it asks for them."""
         self._check_step()
-        return self._model.under_way.compute(lambda: self._run_container(container, forward, arguments))
+        with self._model.alone():
+            return self._model.under_way.compute(lambda: self._run_container(container, forward, arguments))
 
     def _run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
         keys: list[ExpertKey] = []  # those that forward asks for, in its order

@@ -102,9 +102,10 @@ class EarlyLoads:
         """The counts so far."""
         self._note_bytes()
         counts, source = self.speculation.counts, self._source
+        record = (source.namespace if isinstance(source, DeviceTier) else source).schema.part("param")
         return SpeculationFigures(
             asked=counts.asked, in_time=counts.in_time, late=counts.late, wasted=counts.wasted,
-            expert_bytes=source.schema.part("param").image_bytes,
+            expert_bytes=record.image_bytes,
             loaded_bytes=self._loaded_bytes if self._slots is None else self._slots.counts.ahead_bytes,
         )  # fmt: skip
 

@@ -22,6 +22,14 @@ def test_other_arguments_pass() -> None:
 def test_quantized_checkpoint_is_refused_with_advice(quantization: object) -> None:
     with pytest.raises(UnsupportedModel, match=r"(fp8|mxfp4).*dequantize=True"):
         check_config(SimpleNamespace(quantization_config=quantization))
+    check_config(SimpleNamespace(quantization_config=quantization), mode="infer")
+
+
+def test_other_quantization_is_refused_in_either_mode() -> None:
+    config = SimpleNamespace(quantization_config={"quant_method": "gptq"})
+    for mode in ("train", "infer"):
+        with pytest.raises(UnsupportedModel, match=r"gptq.*fp8 and mxfp4 are served.*dequantize=True"):
+            check_config(config, mode=mode)
 
 
 def test_quantized_part_of_a_composite_model_is_refused() -> None:

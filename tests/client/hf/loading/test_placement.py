@@ -19,6 +19,7 @@ from paramstore_client.hf.loading import placement
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
 from paramstore_client.hf.loading.placement import (
     RESERVE_BYTES,
+    UNPACKED_AT_ONCE,
     Placement,
     cache_bytes,
     check_device_map,
@@ -108,6 +109,20 @@ def test_models_are_placed_where_their_dense_part_is(monkeypatch: pytest.MonkeyP
     placed = Placement.of(model, layout, schema, memory, cache_shape=(2, 9))
     assert (placed, placed.lease_bounds(0)) == (Placement(device, 3), (0, None)), "copies end their leases"
     assert Placement.of(model, layout, schema, ExpertMemory("lru", 5), cache_shape=None) == Placement(device, 5)
+    free += UNPACKED_AT_ONCE * image_bytes
+    unpacked = Placement.of(model, layout, schema, memory, cache_shape=(2, 9), is_packed=True)
+    assert unpacked == Placement(device, 3), "what unpacking takes there is left free"
+
+
+def test_quantized_experts_stand_in_slots_on_the_cpu_too_of_a_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_on_meta().to_empty(device="cpu")
+    layout = find_layout(model)
+    schema = layout.schema(None)
+    monkeypatch.setattr(placement, "available_bytes", lambda: 4 * 3 * schema.record_bytes)
+    for memory, slots in ((ExpertMemory("lru", 5), 5), (ExpertMemory("lru"), 3)):
+        assert Placement.of(model, layout, schema, memory, cache_shape=None, is_packed=True) == Placement(CPU, slots)
+    monkeypatch.setattr(placement, "available_bytes", lambda: 0)
+    assert Placement.of(model, layout, schema, ExpertMemory("lru"), cache_shape=None, is_packed=True) == Placement(CPU, 1)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +192,7 @@ def test_a_loaded_model_computes_in_slots_as_in_leases(
     torch.manual_seed(0)
     leased = ps.hf.from_config(auto, tiny_config("qwen3_moe"), **given)
     leased.save_pretrained(tmp_path)
-    monkeypatch.setattr(Placement, "of", lambda model, layout, schema, memory, cache_shape: Placement(CPU, memory.given))
+    monkeypatch.setattr(Placement, "of", lambda model, layout, schema, memory, **_: Placement(CPU, memory.given))
     there = ps.hf.from_pretrained(auto, tmp_path, expert_memory=slots, residency="ring", **given)
     with ps.hf.namespace(leased), ps.hf.namespace(there), torch.no_grad():
         tier = layer_of(next(iter(experts_modules(there).values()))).source

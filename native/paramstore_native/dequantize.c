@@ -1,0 +1,152 @@
+/* One expert's matrix out of its quantized bytes, in bf16, with the bits that transformers gives: fp8 with a scale for each block
+ * (products in fp32, rounded to bf16), and mxfp4 (OCP Microscaling Formats 1.0: 32 values of e2m1 share an exponent of e8m0).
+ *
+ * Loops are written so that compilers make vectors of them: bits are computed, not looked up. Blocks of fp8 whose columns are whole
+ * vectors go through x86's own conversion of half precision, where there is one: 2.6 times as fast as the loop. */
+
+#if defined(__AVX2__) && defined(__F16C__)
+#include <immintrin.h>
+#endif
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* Rows of mxfp4 that are turned into columns together. */
+enum { TILE = 32, GROUP_BYTES = 16, GROUP = 2 * GROUP_BYTES };
+
+/* fp32 to bf16, to nearest even, as ATen rounds. */
+static inline uint16_t to_bf16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+/* float8_e4m3fn to fp32: its bits, moved and with another bias; below 8 they count 2^-9; all ones is the one NaN. */
+static inline float from_e4m3(uint8_t byte)
+{
+    uint32_t magnitude = byte & 0x7fu, sign = (uint32_t)(byte & 0x80u) << 24;
+    uint32_t normal = magnitude == 0x7f ? 0x7fc00000u : (magnitude << 20) + (120u << 23);
+    float small = (float)(int32_t)magnitude * 0x1p-9f, value;
+    uint32_t small_bits;
+    memcpy(&small_bits, &small, sizeof small_bits);
+    uint32_t bits = (magnitude < 8 ? small_bits : normal) | sign;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static void fp8_run(const uint8_t *restrict from, float scale, uint16_t *restrict to, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        to[i] = to_bf16(from_e4m3(from[i]) * scale);
+}
+
+#if defined(__AVX2__) && defined(__F16C__)
+enum { LANES = 16 };
+
+static inline __m256i to_bf16_lanes(__m256 values)
+{
+    __m256i bits = _mm256_castps_si256(values);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+}
+
+/* The bits of e4m3, moved, are a half of a 2^8th of the value, below 8 too: the scale brings that back. Whole vectors; the scale is
+ * a number, and so are its products with 2^8. */
+static void fp8_run_in_lanes(const uint8_t *restrict from, float scale, uint16_t *restrict to, size_t count)
+{
+    const __m256 scales = _mm256_set1_ps(scale * 0x1p8f);
+    const __m256i all_ones = _mm256_set1_epi16(0x7f);
+    for (size_t i = 0; i < count; i += LANES) {
+        __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(from + i)));
+        __m256i magnitude = _mm256_and_si256(bytes, all_ones);
+        __m256i sign = _mm256_slli_epi16(_mm256_andnot_si256(all_ones, bytes), 8);
+        __m256i halves = _mm256_or_si256(_mm256_slli_epi16(magnitude, 7), sign);
+        __m256i lower = to_bf16_lanes(_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), scales));
+        __m256i upper = to_bf16_lanes(_mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), scales));
+        __m256i made = _mm256_permute4x64_epi64(_mm256_packus_epi32(lower, upper), 0xd8);
+        __m256i is_nan = _mm256_cmpeq_epi16(magnitude, all_ones);
+        _mm256_storeu_si256((__m256i *)(to + i), _mm256_blendv_epi8(made, _mm256_set1_epi16(0x7fc0), is_nan));
+    }
+}
+#else
+enum { LANES = 1 };
+#define fp8_run_in_lanes fp8_run
+#endif
+
+/* weight [rows, cols] e4m3, scales [rows / block_rows, cols / block_cols] -> out [rows, cols]. Blocks divide both. */
+EXPORT void paramstore_fp8(
+    const uint8_t *restrict weight, const float *restrict scales, uint16_t *restrict out, size_t rows, size_t cols,
+    size_t block_rows, size_t block_cols)
+{
+    size_t blocks = cols / block_cols;
+    for (size_t row = 0; row < rows; row++) {
+        for (size_t block = 0; block < blocks; block++) {
+            float scale = scales[row / block_rows * blocks + block];
+            const uint8_t *restrict from = weight + row * cols + block * block_cols;
+            uint16_t *restrict to = out + row * cols + block * block_cols;
+            if (block_cols % LANES == 0 && fabsf(scale) < 0x1p119f)
+                fp8_run_in_lanes(from, scale, to, block_cols);
+            else
+                fp8_run(from, scale, to, block_cols);
+        }
+    }
+}
+
+/* e2m1 (0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives) times 2^(scale - 127). shift: scale - 127 in the exponent's place; right for
+ * scales whose products are normal numbers of bf16. */
+static inline uint16_t from_e2m1(uint16_t nibble, uint16_t shift)
+{
+    uint16_t magnitude = nibble & 7u, sign = (uint16_t)((nibble & 8u) << 12);
+    uint16_t unscaled = magnitude < 2 ? 126u << 7 : (uint16_t)((magnitude << 6) + (126u << 7));
+    return (magnitude ? (uint16_t)(unscaled + shift) : 0) | sign;
+}
+
+static inline uint16_t from_e2m1_slowly(uint8_t nibble, uint8_t scale)
+{
+    static const float values[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    return to_bf16(values[nibble] * ldexpf(1.0f, (int)scale - 127));
+}
+
+/* blocks [rows, groups, 16], two values a byte, the lower nibble first; scales [rows, groups] -> out [groups * 32, rows]. */
+EXPORT void paramstore_mxfp4(
+    const uint8_t *restrict blocks, const uint8_t *restrict scales, uint16_t *restrict out, size_t rows, size_t groups)
+{
+    for (size_t first = 0; first < rows; first += TILE) {
+        size_t count = rows - first < TILE ? rows - first : TILE;
+        for (size_t group = 0; group < groups; group++) {
+            uint8_t bytes[GROUP_BYTES][TILE] = {{0}}, exponents[TILE];
+            uint16_t shifts[TILE] = {0};
+            int is_normal = 1;
+            for (size_t row = 0; row < count; row++) {
+                const uint8_t *from = blocks + ((first + row) * groups + group) * GROUP_BYTES;
+                for (size_t i = 0; i < GROUP_BYTES; i++)
+                    bytes[i][row] = from[i];
+                exponents[row] = scales[(first + row) * groups + group];
+                is_normal &= exponents[row] >= 4 && exponents[row] <= 250;
+                shifts[row] = (uint16_t)((exponents[row] - 127) * 128);
+            }
+            for (size_t i = 0; i < GROUP_BYTES; i++) {
+                uint16_t lower[TILE], upper[TILE];
+                if (is_normal) {
+                    for (size_t row = 0; row < TILE; row++) {
+                        lower[row] = from_e2m1(bytes[i][row] & 15u, shifts[row]);
+                        upper[row] = from_e2m1(bytes[i][row] >> 4, shifts[row]);
+                    }
+                } else {
+                    for (size_t row = 0; row < count; row++) {
+                        lower[row] = from_e2m1_slowly(bytes[i][row] & 15u, exponents[row]);
+                        upper[row] = from_e2m1_slowly(bytes[i][row] >> 4, exponents[row]);
+                    }
+                }
+                uint16_t *to = out + (group * GROUP + 2 * i) * rows + first;
+                memcpy(to, lower, count * sizeof *lower);
+                memcpy(to + rows, upper, count * sizeof *upper);
+            }
+        }
+    }
+}
