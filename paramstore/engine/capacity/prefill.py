@@ -73,9 +73,12 @@ class Prefill:
     async def fill(self, index: int, *, up_to_bytes: int) -> None:
         """Zero-fills what is free and was never written of a volume below `up_to_bytes`, now. Raises VolumeError."""
         while (missing := min(up_to_bytes, self._space.size_bytes_of(index)) - self._space.written_bytes(index)) > 0:
+            if any(stats.prefilling_bytes for stats in self._space.stats() if stats.volume == index):
+                await self._runner.behind(BACKGROUND_LANE)  # the task fills it, from the lowest range on
+                continue
             extent = self._space.next_unwritten(index, min(missing, PIECE_BYTES))
             if extent is None:
-                return  # somebody is short of space, or what is missing is being filled
+                return  # somebody is short of space
             await self._write(extent)
 
     def _next_unwritten(self) -> Extent | None:

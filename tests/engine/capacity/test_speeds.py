@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ from paramstore.engine.capacity.speeds import (
 from paramstore.errors import VolumeError
 from paramstore.testing.clock import ManualClock
 from paramstore.testing.volumes import MemoryVolume
-from paramstore_testkit.stores.small_store import run
+from paramstore_testkit.stores.small_store import run, turns
 from paramstore_testkit.stores.volume_shelf import MIB, START, Shelf
 
 FILE, PMEM = Tier.NVME, Tier.PMEM
@@ -181,6 +182,25 @@ def test_a_new_volume_is_zero_filled_where_it_is_read_and_counts_that() -> None:
         assert [shelf.space.written_bytes(index) for index in range(2)] == [end, end]
         assert [shelf.set.bytes_written_total(index) for index in range(2)] == [end - START] * 2
         assert {offset for disk in disks for offset in disk.reads} == set(range(SMALLEST_BYTES, end, READ_BYTES))
+
+    run(scenario())
+
+
+def test_what_the_zero_fill_is_filling_is_waited_for() -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        disks = [TimedVolume(clock, 1e9 * (1 + 2 * index), index=index) for index in range(2)]
+        shelf = Shelf(volumes=disks, make_measure=probing(clock))
+        shelf.workers.pause()
+        shelf.prefill.start()
+        await turns(2)
+        assert shelf.space.is_prefilling
+        measuring = asyncio.ensure_future(shelf.set.speeds.measure())
+        await turns(2)
+        shelf.workers.resume()
+        await measuring
+        assert classes_of(shelf) == [1, 0]
+        await shelf.set.close()
 
     run(scenario())
 
