@@ -117,11 +117,24 @@ def test_an_initialization_of_which_nobody_knows_the_heat_prefers_no_class() -> 
     assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
 
 
-def test_an_apply_and_a_write_back_reserve_by_heat() -> None:
-    made = small(fast=4)  # two records, with one retained step
-    made.planner.working.placement = Placement(made.space, Retention(retained_steps=1))
+def test_an_apply_reserves_by_heat() -> None:
+    made = small(fast=6)  # two records, with two retained steps
     use(made, range(KEYS))
     made.planner.reserve_extents(made.namespace, made.keys[4:])
     found = [made.namespace.residency.working[key].reserved for key in made.keys[4:]]
     assert [extent and extent.volume for extent in found] == [0, 0, 1, 1]
-    assert made.planner.working.placement.speed_classes(made.namespace, [made.keys[7]]) == [0]
+
+
+@pytest.mark.parametrize(("expert", "volume"), [(7, 1), (1, 0)])
+def test_a_write_without_a_reserved_extent_takes_one_by_heat(expert: int, volume: int) -> None:
+    made = small(fast=6)
+    use(made, range(KEYS))
+    key = made.keys[expert]
+    made.update(key)
+    working = made.namespace.residency.working[key]
+    assert working.reserved is not None
+    made.space.release(working.reserved)
+    working.reserved = None
+    located = made.begin_write(key).located
+    assert located is not None
+    assert located.extent.volume == volume
