@@ -14,7 +14,7 @@ from paramstore.bench.leases import measure_leases
 from paramstore.bench.plan import Plan
 from paramstore.bench.report import machine
 from paramstore.bench.report.rows import Report, Row
-from paramstore.bench.transfers import measure_optim, measure_param
+from paramstore.bench.transfers import measure_optim, measure_param, measure_volumes
 from paramstore.bench.update_alone import measure_update_alone
 from paramstore.bench.updates import measure_apply
 from paramstore.clock import MonotonicClock
@@ -57,6 +57,7 @@ def measure_all(bench: Bench) -> list[Row]:
         rows += measure_param(bench, size)
         rows += measure_optim(bench, size)
         rows += measure_baseline(bench, size)
+    rows += measure_volumes(bench, bench.plan.record_sizes[0])
     rows += measure_leases(bench)
     for dtype in (torch.float32, torch.bfloat16):
         rows += [measure_apply(bench, dtype), measure_update_alone(bench, dtype)]

@@ -10,8 +10,9 @@ Checksums are verified by the daemon on every load; one loaded record is compare
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +42,7 @@ from paramstore.bench.service.footprint import budget_row, memory_row
 from paramstore.config import RETAINED_STEPS
 from paramstore.core.schema import CHUNK_BYTES, Schema
 from paramstore.errors import CorruptRecord
+from paramstore_native import libpmem2
 
 if TYPE_CHECKING:
     from paramstore_client import Namespace
@@ -146,15 +148,34 @@ class Transfers:
                 raise CorruptRecord(f"key {key}, field {name}: what was loaded is not what was stored")
 
 
+def measure_volumes(bench: Bench, size: RecordSize) -> list[Row]:
+    """Measures the rate of loads from two volumes on the disk, and from a PMem volume on its file system where libpmem2 is there.
+    They stand beside one file that is read with O_DIRECT, of which they are no part, so they have no target."""
+    places = {"two volumes": ("first", "second")} | ({} if libpmem2.missing_reason() else {"a PMem volume": ("pmem:mapped",)})
+    return [
+        _measure_param(bench, size, case=f"param from {case}, to lease granted", target=None, volumes=volumes)[0]
+        for case, volumes in places.items()
+    ]
+
+
 def measure_param(bench: Bench, size: RecordSize) -> list[Row]:
     """Measures loads of a `param_schema` namespace: rate and the daemon's CPU."""
+    return _measure_param(bench, size, case="param, to lease granted", target=_read_target(size))
+
+
+def _measure_param(
+    bench: Bench, size: RecordSize, *, case: str, target: Target | None, volumes: Sequence[str] = ()
+) -> list[Row]:
+    """volumes: directories beside the store, each with its prefix; none: the store's own."""
     schema = param_schema(size)
     count = bench.plan.record_count(schema.record_bytes)
     with (
         bench.folder("raw") as folder,
         bench.raw_file(folder, pages.param_kind(), record_bytes=schema.record_bytes, record_count=count) as raw,
         bench.folder("store") as store_folder,
-        serving(store_folder, host_budget_bytes=_budget_bytes(schema, count)) as service,
+        serving(
+            store_folder / "store", host_budget_bytes=_budget_bytes(schema, count), volumes=_placed(volumes, store_folder)
+        ) as service,
     ):
         bench.tell(f"service, param, records of {schema.record_bytes / MIB:.3g} MiB: {count} records are stored")
         namespace = create_param_namespace(service.store, "param", schema, count)
@@ -167,7 +188,7 @@ def measure_param(bench: Bench, size: RecordSize) -> list[Row]:
             lambda n: raw.read(shuffled(count, seed=n)[: namespace.lease_slots]),
             warm_up_rounds=2,
         )
-        rows = _load_rows(pairs, raw, case="param, to lease granted", target=_read_target(size))
+        rows = _load_rows(pairs, raw, case=case, target=target)
         return [*rows, budget_row(service, case=f"param, records of {schema.record_bytes / MIB:.3g} MiB")]
 
 
@@ -206,6 +227,12 @@ def measure_optim(bench: Bench, size: RecordSize) -> list[Row]:
         ]
 
 
+def _placed(volumes: Sequence[str], folder: Path) -> list[str]:
+    """The paths of volumes in `folder`."""
+    split = [volume.rpartition(":") for volume in volumes]
+    return [f"{kind}{colon}{folder.absolute() / name}" for kind, colon, name in split]
+
+
 def _budget_bytes(schema: Schema, count: int) -> int:
     param_bytes = schema.part("param").image_bytes
     return BUDGET_SETS * count * (schema.record_bytes + param_bytes) + 256 * MIB
@@ -219,7 +246,7 @@ def _unflushed(sample: Sample) -> Sample:
     return replace(sample, seconds=sample.seconds - sample.parts["flush_s"])
 
 
-def _load_rows(pairs: Pairs, raw: RawFile, *, case: str, target: Target) -> list[Row]:
+def _load_rows(pairs: Pairs, raw: RawFile, *, case: str, target: Target | None) -> list[Row]:
     """Makes the row of the rate and, from the same pairs, the row of the daemon's CPU."""
     rate = row_of_pairs(
         pairs, name=READ, case=case, subject=SUBJECT, record_bytes=raw.record_bytes, against=raw.name, target=target

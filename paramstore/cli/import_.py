@@ -40,15 +40,19 @@ def import_checkpoint(
     state_dtype: str = typer.Option(None, "--state-dtype", help="Of the optimizer's states; default float32."),
     dtype: str = typer.Option(None, "--dtype", help="Of the weights that are leased; default what the checkpoint's config says."),
     host_share: str = typer.Option(None, "--host-share", help="Of the daemon's host budget, as in 64GiB; default its own choice."),
+    heat: str = typer.Option(None, "--heat", help="A recorded trace: what it uses most comes to the fastest volumes."),
     restart: bool = typer.Option(False, "--restart", help="Start over, whatever an interrupted import has brought in."),
     socket: str = typer.Option(None, "--socket", help=ADDRESS_HELP),
     as_json: bool = typer.Option(False, "--json", help="The result, as JSON."),
 ) -> None:
     """Import the experts of a Hugging Face checkpoint; interrupted, the same command goes on where it was."""
     import paramstore_client as client
+    from paramstore.core.key import KeySpace
     from paramstore_client.checkpoint_directory import checkpoint_directory
+    from paramstore_client.handle.given_heat import packed_heat, read_trace
 
     _check_words(optimizer=optimizer, updates=updates, state_dtype=state_dtype, dtype=dtype)
+    trace = None if heat is None else read_trace(heat)
     directory = checkpoint_directory(path)  # told before the imports that take seconds
     from paramstore_client.hf.checkpoint.progress import bar
     from paramstore_client.hf.checkpoint.skeleton import skeleton
@@ -72,10 +76,11 @@ def import_checkpoint(
         steps = {entry["name"]: entry["committed_step"] for entry in store.namespaces()}
         if (step := steps.get(namespace)) is not None:
             raise NamespaceExists(f"namespace {namespace!r} is committed at step {step}: import into another --namespace")
+        packed_heat(trace, KeySpace.of(layout.layers, layout.experts), namespace=namespace)  # a namespace that was made for nothing would stay
         opened = store.create_namespace(namespace, schema, layers=layout.layers, experts=layout.experts, host_bytes=host_share)
         try:
             with bar("import") as report:
-                result = run(path, opened, model, progress=report, resume=not restart)
+                result = run(path, opened, model, progress=report, resume=not restart, heat=trace)
         except BaseException as error:
             if told() is not None:  # an interrupt, whatever exception it has become on its way here
                 way_on = "keeps what is there, and the same command goes on from it"

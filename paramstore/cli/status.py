@@ -64,13 +64,13 @@ def _print(stats: dict[str, Any]) -> None:
     if host["page_advice"]:
         console.print(f"for huge pages: {host['page_advice']}")
     volumes = Table(title="Volumes", title_justify="left")
-    for column in ("volume", "path", "mode", "size", "free", "written once", "written in all", "endurance"):
+    for column in ("volume", "path", "mode", "class", "size", "free", "written once", "read", "written in all", "endurance"):
         volumes.add_column(column)
     for index, volume in stats["volumes"].items():
         mode = " ".join(filter(None, (volume["mode"], volume.get("granularity"))))
         sizes = [format_size(volume[name]) for name in ("size_bytes", "free_bytes", "written_bytes")]
         path, in_all = Text(str(volume["path"])), format_size(volume["bytes_written_total"])
-        volumes.add_row(index, path, mode, *sizes, in_all, _endurance(volume))
+        volumes.add_row(index, path, mode, _speed(volume), *sizes, _read(volume, stats["volumes"]), in_all, _endurance(volume))
     _show(console, volumes)
     for index, volume in stats["volumes"].items():
         if reason := volume.get("reason"):
@@ -153,6 +153,19 @@ def _bounded(lines: list[str], found: int) -> Iterator[str]:
 def _progress(scrub: dict[str, Any]) -> str:
     read, total = scrub["bytes_read"], scrub["bytes_total"]
     return f"{format_size(read)} of {format_size(total)} are read: {scrub['found'] or 'none'} damaged"
+
+
+def _speed(volume: dict[str, Any]) -> str:
+    """The volume's speed class, 0 the fastest, and how fast it was read when that was measured. An older daemon tells none."""
+    rate = volume.get("read_bytes_per_s")
+    return f"{volume.get('speed_class', '')}" + (f" ({format_size(int(rate))}/s)" if rate is not None else "")
+
+
+def _read(volume: dict[str, Any], volumes: dict[str, dict[str, Any]]) -> str:
+    """Bytes read from the volume, and their share of what was read from all of them."""
+    of_all = sum(other["bytes_read"] for other in volumes.values())
+    share = f", {volume['bytes_read'] / of_all:.0%}" if of_all and len(volumes) > 1 else ""
+    return format_size(volume["bytes_read"]) + share
 
 
 def _endurance(volume: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ from paramstore.directories import check_parent, is_missing
 from paramstore.engine.admission import make_namespace
 from paramstore.engine.capacity.host import HostTier, Memory
 from paramstore.engine.capacity.prefill import Prefill
+from paramstore.engine.capacity.speeds import MakeMeasure, Probe
 from paramstore.engine.capacity.upload_budget import UploadBudget
 from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.planner.planner import Planner
@@ -124,8 +125,11 @@ def warn_of_memory(config: Config, *, memory_bytes: int) -> None:
         )  # fmt: skip
 
 
-async def assemble(config: Config, *, workers: Workers | None = None) -> Service:
-    """Opens the store in `config.dir`, whose lock the caller holds. Raises VolumeError, CatalogError, CapacityError."""
+async def assemble(config: Config, *, workers: Workers | None = None, make_measure: MakeMeasure = Probe) -> Service:
+    """Opens the store in `config.dir`, whose lock the caller holds. make_measure: makes what tells how fast volumes are.
+
+    Raises VolumeError, CatalogError, CapacityError.
+    """
     warn_of_memory(config, memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     threads = workers or ThreadWorkers(asyncio.get_running_loop())
     runner = Runner(threads)
@@ -145,8 +149,11 @@ async def assemble(config: Config, *, workers: Workers | None = None) -> Service
         pages = await runner.call(BACKGROUND_LANE, probe_pages)
         if pages.advice:
             logger.warning("pages: shared %s, private %s; for huge pages: %s", pages.shared, pages.private, pages.advice)
-        service = connect(config, runner, catalog, contents, volumes, HostMemory(pages), update_workers=update_workers)
+        service = connect(
+            config, runner, catalog, contents, volumes, HostMemory(pages), update_workers=update_workers, make_measure=make_measure
+        )
         await service.store.admission.keep_catalog_room()
+        await service.store.admission.measure_volumes()
         if any(namespace.is_trainable() for namespace in service.store.namespaces.values()):
             await runner.call(CPU_LANE, load)
         await service.warmth.start()
@@ -220,9 +227,9 @@ def _check_catalog_files(directory: Path) -> None:
 
 def connect(
     config: Config, runner: Runner, catalog: Catalog, contents: Contents, volumes: Mapping[int, Volume], memory: Memory, *,
-    update_workers: int,
+    update_workers: int, make_measure: MakeMeasure | None = None,
 ) -> Service:  # fmt: skip
-    """Makes the store's parts and gives each what it needs."""
+    """Makes the store's parts and gives each what it needs. make_measure: None tells volumes apart by their kinds alone."""
     if not volumes:
         raise CatalogError("the store has no volume")
     recovered = open_store(contents, volumes, retained_steps=config.retained_steps)
@@ -254,6 +261,7 @@ def connect(
         volumes, superblocks=recovered.superblocks, rows=contents.volumes, space=recovered.space, catalog=catalog, runner=runner,
         may_grow=config.volume_size_bytes is None, prefill=prefill,
         retention=config.retention, traffic=transfers.traffic, endurance_bytes=config.volume_endurance_bytes,
+        measure=make_measure and make_measure(recovered.space, prefill, runner),
     )  # fmt: skip
     transfers.watch_writes = volume_set.record_written
     for namespace in namespaces.values():

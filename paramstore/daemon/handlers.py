@@ -71,7 +71,9 @@ class Handlers:
             m.Refresh: lambda r: (store.refresh_counted if r.is_counted else store.refresh)(view(r), r.step),
             m.AwaitStep: self._await_step,
             m.OpenUpload: self._open_upload,
-            m.InitializeBegin: lambda r: self._together(r, lambda one: store.initializer.begin(one, is_resumed=r.is_resumed)),
+            m.InitializeBegin: lambda r: self._together(
+                r, lambda one: store.initializer.begin(one, is_resumed=r.is_resumed, heat=r.heat)
+            ),
             m.InitializePut: self._initialize_put,
             m.InitializeSave: lambda r: store.committer.save_draft(view(r), r.extra),
             m.InitializeEnd: lambda r: self._together(r, store.initializer.end),

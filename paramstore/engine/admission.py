@@ -278,6 +278,10 @@ class Admission:
         """Makes room in the catalog; to be called once, when the store is open. See `VolumeSet.keep_catalog_room`."""
         await self._volumes.keep_catalog_room(self._namespaces.values())
 
+    async def measure_volumes(self) -> None:
+        """Measures how fast the volumes are; to be called once, when the store is open. See `Speeds`."""
+        await self._volumes.speeds.measure()
+
     async def close(self) -> None:
         """Stops the tasks that still add segments to arenas."""
         for task in self._growing:

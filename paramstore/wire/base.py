@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 9
+PROTOCOL_MINOR = 10
 VERIFY_MINOR = 1
 """The first minor in which a daemon knows `Verify`."""
 PREPARE_MINOR = 2
@@ -29,6 +29,8 @@ BOUND_MINOR = 8
 """The first minor in which a reader says how many lease slots it is to be promised at most."""
 ABSENT_MINOR = 9
 """The first minor in which a client understands how many keys of a lease were absent."""
+HEAT_MINOR = 10
+"""The first minor in which an `InitializeBegin` says how much the records are to be used."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17

@@ -27,6 +27,7 @@ from paramstore.wire.base import ABSENT_MINOR as ABSENT_MINOR
 from paramstore.wire.base import BOUND_MINOR as BOUND_MINOR
 from paramstore.wire.base import EXTRA_BYTES_MAX as EXTRA_BYTES_MAX
 from paramstore.wire.base import FOLLOW_MINOR as FOLLOW_MINOR
+from paramstore.wire.base import HEAT_MINOR as HEAT_MINOR
 from paramstore.wire.base import KEYS_MAX as KEYS_MAX
 from paramstore.wire.base import LABEL_MAX as LABEL_MAX
 from paramstore.wire.base import LOANS_MINOR as LOANS_MINOR

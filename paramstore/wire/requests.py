@@ -112,17 +112,20 @@ class OpenUpload(Message, tag="upload"):
 
 class InitializeBegin(Message, tag="init_begin"):
     """Begins an initialization, which starts the namespace over without any record; `is_resumed` (from minor 3 on): with those of
-    its draft.
+    its draft. `heat` (from minor 10 on): how much each key is to be used, four bytes each in key order, little-endian; empty if
+    nobody knows. Records are spread over faster and slower volumes by it.
 
     Result: mapping {present, extra}: a bit per key in key order, lowest first, that is set if the key has its value; and what
-    the draft was saved with, None without one. Error: StepOutOfOrder once it has a committed step.
+    the draft was saved with, None without one. Errors: StepOutOfOrder once it has a committed step; ProtocolError for a heat of
+    another length.
     """
 
-    ADDED_FIELDS: ClassVar[int] = 1
+    ADDED_FIELDS: ClassVar[int] = 2
 
     id: int
     handle: int
     is_resumed: bool = False
+    heat: bytes = b""
 
 
 class InitializePut(Message, tag="init_put"):

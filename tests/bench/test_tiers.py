@@ -15,6 +15,7 @@ from paramstore.bench.report.plot import READ, WRITE
 from paramstore.bench.report.rows import SUBJECT, decode, encode
 from paramstore.bench.tiers import run
 from paramstore.errors import CapacityError
+from paramstore_native import libpmem2
 
 ROOT = Path(__file__).parent.parent.parent
 PATHS = [str(path) for path in (ROOT, ROOT / "client", ROOT / "native")]
@@ -77,5 +78,7 @@ def test_every_target_has_its_row_and_nothing_is_left_behind(directory: Path) ->
         ("apply", "AdamW"), ("daemon's own memory", "torch loaded"),
         ("host budget in use at most", "param"), ("host budget in use at most", "optim"),
     }  # fmt: skip
+    places = {row.case.partition(",")[0] for row in report.rows if row.name == READ and row.target is None}
+    assert places >= {"param from two volumes", *([] if libpmem2.missing_reason() else ["param from a PMem volume"])}
     assert decode(encode(report)) == report
     assert list(directory.iterdir()) == []

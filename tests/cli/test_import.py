@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import paramstore_client as ps
+from paramstore.core.trace import Trace, TraceEvent, TraceEventKind, TraceHeader
 from paramstore_client.hf import import_checkpoint
 from paramstore_testkit.processes.daemon_process import DaemonProcess
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
@@ -113,6 +115,29 @@ def test_half_a_checkpoint_makes_no_namespace(
     assert f"CheckpointError: {file}: cut off" in capsys.readouterr().err
     with ps.connect(daemon.address) as store:
         assert "half" not in {known["name"] for known in store.namespaces()}
+
+
+def test_a_trace_says_what_is_hot_and_one_of_another_model_or_a_damaged_one_makes_no_namespace(
+    daemon: DaemonProcess, tmp_path: Path, paramstore: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, file = save_stock("mixtral", tmp_path / "hub"), tmp_path / "a.trace"
+    words = ("import", str(path), "--namespace", "heated", "--updates", "touched", "--heat", str(file), "--socket", daemon.address)
+    capsys.readouterr()
+    schema, used = ps.param_schema({"w": ((2,), "float32")}).describe(), TraceEvent(TraceEventKind.ACQUIRE, 0, (1, 3))
+    other = Trace(TraceHeader("other", schema, [0, 1, 2], 8, "by hand"), (used,))
+    for content, said in (
+        (None, "No such file"), (b"paramstore-trace 1\n", "this is no trace"), (other.pack(), "the trace 'other' is of 8 experts"),
+    ):  # fmt: skip
+        if content is not None:
+            file.write_bytes(content)
+        assert paramstore(*words) == 2
+        assert said in capsys.readouterr().err
+    with ps.connect(daemon.address) as store:
+        assert "heated" not in {known["name"] for known in store.namespaces()}
+    file.write_bytes(replace(other, header=replace(other.header, layers=[0, 1])).pack())
+    assert paramstore(*words) == 0
+    with ps.connect(daemon.address) as store:
+        assert {known["name"]: known["committed_step"] for known in store.namespaces()}["heated"] == 0
 
 
 def test_an_interrupt_says_how_to_go_on_and_the_same_command_does(daemon: DaemonProcess, tmp_path: Path) -> None:

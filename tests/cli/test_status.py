@@ -57,6 +57,16 @@ def test_one_screen_shows_tiers_volumes_and_namespaces(
     assert re.search(rf"^catalog in {re.escape(str(daemon.directory))}: [\d.]+ \w+ free on its file system$", shown, re.MULTILINE)
 
 
+def test_the_speed_of_volumes_is_told_and_what_was_read_from_each() -> None:
+    volumes: dict[str, dict[str, Any]] = {
+        "0": {"speed_class": 1, "read_bytes_per_s": 1 << 30, "bytes_read": 1 << 20},
+        "1": {"speed_class": 0, "read_bytes_per_s": None, "bytes_read": 3 << 20}, "2": {"bytes_read": 0},
+    }  # fmt: skip
+    assert [status._speed(volume) for volume in volumes.values()] == ["1 (1 GiB/s)", "0", ""]
+    assert [status._read(volume, volumes) for volume in volumes.values()] == ["1 MiB, 25%", "3 MiB, 75%", "0 B, 0%"]
+    assert status._read(volumes["0"], {"0": volumes["0"]}) == "1 MiB"
+
+
 def printed(capsys: pytest.CaptureFixture[str], *cells: str) -> str:
     """The screen of a table of two rows, whose second has long cells."""
     table = Table(title="Things")

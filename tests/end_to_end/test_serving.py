@@ -152,6 +152,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_no_namespace_is_made(
     assert torch.equal(serve().generate(tokens(), **GREEDY), stock.generate(tokens(), **GREEDY))
 
 
+def test_heat_of_another_model_is_refused_and_no_namespace_is_made_and_that_of_this_one_is_taken(
+    store: ps.Store, serve: Callable[..., Any], stock: Any
+) -> None:
+    with pytest.raises(ps.UnknownKey, match=r"\(2, 0\) is not in namespace"):
+        serve(name="heated", heat={(2, 0): 1.0})
+    assert "heated" not in {known["name"] for known in store.namespaces()}
+    served = serve(name="heated", heat={(1, 7): 2.0, (0, 3): 1.0})
+    assert torch.equal(served.generate(tokens(), **GREEDY), stock.generate(tokens(), **GREEDY))
+
+
 def test_a_namespace_of_another_dtype_or_shape_is_refused_and_stays(spoilt: Path, serve: Callable[..., Any], stock: Any) -> None:
     serve()
     with pytest.raises(ps.SchemaMismatch, match=r"'float32'\).* load with the same dtype"):

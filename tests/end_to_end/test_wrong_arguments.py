@@ -191,7 +191,7 @@ class Scene:
             "momentum": 0.0, "dampening": 0.0, "nesterov": False, "lr_decay": 0.0, "initial_accumulator_value": 0.0, "slots": 2,
             "device": "cpu", "experts_ahead": 1, "clock": None, "policy": "lru", "layer": 0, "expert_fn": None,
             "min_lease_slots": 0, "expert_memory": None, "residency": "auto", "dense": None, "directory": None, "cache_shape": None,
-            "speculation": True, "max_lease_slots": None,
+            "speculation": True, "max_lease_slots": None, "heat": None,
             "param_schema.fields": {"w": ((2,), "float32")}, "Schema.param.fields": {"w": ((2,), "float32")},
             "Schema.check_options.options": ps.AdamW(), "RingMemory.layers": None, "RingMemory.experts": [1],
             "DeviceTier.layers": None, "dtype": torch.bfloat16,
@@ -236,7 +236,7 @@ FOR_US = {
 }  # fmt: skip
 """Methods that only other parts of the client call."""
 NOT_LOOKED_AT = {("RingMemory", "clock"), ("launched", "environment")} | {
-    (name, later) for name in ("from_pretrained", "from_config") for later in ("progress", "experts_kernel")
+    (name, later) for name in ("from_pretrained", "from_config") for later in ("progress", "experts_kernel", "heat")
 }
 """A test's own clock; variables, of which two are read; what is looked at once the model is known, or used for the import alone."""
 VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)

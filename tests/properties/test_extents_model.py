@@ -15,6 +15,7 @@ from paramstore_testkit.trials.state_machines import run_new
 PAGE = 4096
 LENGTHS = st.integers(1, 5)
 OWNERS = st.sampled_from(["a", "b", ""])
+CLASSES = st.none() | st.integers(0, 2)
 
 
 class SpaceMachine(RuleBasedStateMachine):
@@ -60,7 +61,13 @@ class SpaceMachine(RuleBasedStateMachine):
         self.is_short = self.is_short and holder == "filling"
 
     def _fits(self, length: int) -> bool:
-        return any(all(self.pages.get((v, p + i)) == "free" for i in range(length)) for v, p in self.pages)
+        return any(self._fits_on(volume, length) for volume in {volume for volume, _ in self.pages})
+
+    def _fits_on(self, volume: int, length: int) -> bool:
+        return any(all(self.pages.get((v, p + i)) == "free" for i in range(length)) for v, p in self.pages if v == volume)
+
+    def _of_class(self, speed_class: int) -> set[int]:
+        return {volume for volume, _ in self.pages if self.space.preference.class_of(volume) == speed_class}
 
     def _held_pages(self, owner: str) -> int:
         return sum(extent.length_bytes // PAGE for extent, whose in self.owners.items() if whose == owner)
@@ -79,30 +86,36 @@ class SpaceMachine(RuleBasedStateMachine):
         self.entitled[owner] = pages
         self.is_short = False
 
-    @rule(target=held, length=LENGTHS, owner=OWNERS)
-    def reserve(self, length: int, owner: str) -> object:
+    @rule(classes=st.sampled_from([(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 1, 2), (2, 1, 0)]))
+    def tell_apart(self, classes: tuple[int, ...]) -> None:
+        self.space.preference.set_classes(dict(enumerate(classes)))
+
+    @rule(target=held, length=LENGTHS, owner=OWNERS, speed_class=CLASSES)
+    def reserve(self, length: int, owner: str, speed_class: int | None) -> object:
         could = self._fits(length) and self._may_take(owner, length)
         has_written = any(
             all(self.pages.get((v, p + i)) == "free" and (v, p + i) not in self.unwritten for i in range(length))
             for v, p in self.pages
         )
-        extent = self.space.reserve(length * PAGE - 7, owner=owner)
+        extent = self.space.reserve(length * PAGE - 7, owner=owner, speed_class=speed_class)
         assert (extent is not None) == could
         if extent is None:
             self.is_short = True
             return multiple()
         assert extent.length_bytes == length * PAGE
+        if speed_class is not None and self.space.preference.class_of(extent.volume) != speed_class:
+            assert not any(self._fits_on(volume, length) for volume in self._of_class(speed_class))
         if has_written and len({volume for volume, _ in self.pages}) == 1:
             assert not self.unwritten.intersection(self._pages_of(extent))
         self._claim(extent, extent)
         self.owners[extent] = owner
         return extent
 
-    @rule(target=held, count=st.integers(0, 8), length=LENGTHS, owner=OWNERS)
-    def reserve_many(self, count: int, length: int, owner: str) -> object:
+    @rule(target=held, count=st.integers(0, 8), length=LENGTHS, owner=OWNERS, classes=st.lists(CLASSES, max_size=8))
+    def reserve_many(self, count: int, length: int, owner: str, classes: list[int | None]) -> object:
         before = self.space.stats()
         missing = self.space.missing_bytes(count, length * PAGE, owner=owner)
-        extents = self.space.reserve_many(count, length * PAGE, owner=owner)
+        extents = self.space.reserve_many(count, length * PAGE, owner=owner, speed_classes=classes)
         assert (extents is None) == (missing > 0)
         if extents is None:
             self.is_short = True

@@ -34,7 +34,7 @@ TRUE: dict[str, Any] = {
     "handle": 1, "name": NAME, "mode": "read", "schema": SCHEMA, "layers": [0], "experts": 1, "size_bytes": 4096, "key": (0, 0),
     "keys": [(0, 0)], "part": "param", "segment": 1, "offset_bytes": 0, "entries": [], "deadline_s": None, "timeout_s": 0.05,
     "leases": [], "target": 0, "lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0, "grad_scale": 1.0,
-    "is_wanted": True, "step": 1, "extra": b"", "segments": [], "resident": [], "touched": [], "bytes_resident": 0,
+    "is_wanted": True, "step": 1, "extra": b"", "heat": b"", "segments": [], "resident": [], "touched": [], "bytes_resident": 0,
     "namespace": NAME, "host_bytes": None, "at": None, "bytes_per_s": None, "rank": 0, "world_size": 1, "group": "g",
     "is_resumed": False, "is_last": False, "options": None, "param_visits": ((0, "routed"),), "optim_visits": ((0, "gathered"),),
     "min_lease_slots": 0, "max_lease_slots": 0, "after": 0, "sequence": 0, "is_counted": True, "count": 1, "kept": 0,

@@ -1,7 +1,8 @@
 """A daemon whose volumes read no faster than a given rate: a slower disk than the machine has, on any file system.
 
-`python -m paramstore_bench.guesses.slow_volume BYTES_PER_S ARGUMENTS` is `python -m paramstore serve ARGUMENTS` with that limit:
-the reads of all workers share one line, in the order in which they begin, and each ends no earlier than its bytes have passed.
+`python -m paramstore_bench.guesses.slow_volume BYTES_PER_S VOLUME ARGUMENTS` is `python -m paramstore serve ARGUMENTS` with that
+limit for one volume, or for all: the reads of all workers share one line, in the order in which they begin, and each ends no
+earlier than its bytes have passed.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ class ReadRate:
 
 
 @contextmanager
-def reading_at(bytes_per_s: float | None) -> Iterator[None]:
-    """Daemons that this process starts in the block read at most so fast; None for no limit."""
+def reading_at(bytes_per_s: float | None, *, volume: int | None = None) -> Iterator[None]:
+    """Daemons that this process starts in the block read at most so fast, from one volume or all; None for no limit."""
     command = autostart.SERVE_COMMAND
     if bytes_per_s is not None:
-        autostart.SERVE_COMMAND = (sys.executable, "-m", "paramstore_bench.guesses.slow_volume", str(bytes_per_s))
+        words = str(bytes_per_s), "all" if volume is None else str(volume)
+        autostart.SERVE_COMMAND = (sys.executable, "-m", "paramstore_bench.guesses.slow_volume", *words)
     try:
         yield
     finally:
@@ -51,13 +53,16 @@ def reading_at(bytes_per_s: float | None) -> Iterator[None]:
 
 
 def main() -> None:
-    rate, read = ReadRate(float(sys.argv[1])), FileVolume.read
+    rate, slowed, read = ReadRate(float(sys.argv[1])), sys.argv[2], FileVolume.read
 
     def slow(volume: FileVolume, offset_bytes: int, into: Sequence[memoryview]) -> None:
-        rate.reading(sum(view.nbytes for view in into), lambda: read(volume, offset_bytes, into))
+        if slowed in ("all", str(volume.index)):
+            rate.reading(sum(view.nbytes for view in into), lambda: read(volume, offset_bytes, into))
+        else:
+            read(volume, offset_bytes, into)
 
     FileVolume.read = slow  # type: ignore[method-assign,assignment]
-    sys.argv = ["paramstore", "serve", *sys.argv[2:]]
+    sys.argv = ["paramstore", "serve", *sys.argv[3:]]
     run()
 
 

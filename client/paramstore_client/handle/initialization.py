@@ -17,7 +17,7 @@ from paramstore.core.arguments import seconds, whole_number
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.schema import Schema
 from paramstore.errors import UnknownKey
-from paramstore.wire.messages import TRAINING_MINOR, InitializeBegin, InitializeEnd, InitializeSave
+from paramstore.wire.messages import HEAT_MINOR, TRAINING_MINOR, InitializeBegin, InitializeEnd, InitializeSave
 from paramstore_client.connection import answers
 from paramstore_client.connection.answers import Result
 from paramstore_client.connection.shared_socket import Connection
@@ -41,15 +41,15 @@ class Initialization:
     """An initialization under way, from `Namespace.begin_initialize`. Owner of the values under way. A context manager: its end
     gives those up.
 
-    is_resumed: values that an earlier attempt made durable stay. values_in_flight: the most in memory at once.
+    is_resumed: values that an earlier attempt made durable stay. values_in_flight: the most in memory at once. heat: packed.
     timeout_s: for the begin and the end, which ranks make together; the end waits so long for each of the `puts_of_others` too.
     """
 
     def __init__(
         self, connection: Connection, area: UploadArea, handle: int, *, schema: Schema, space: KeySpace, is_resumed: bool,
-        values_in_flight: int, timeout_s: float, puts_of_others: int,
+        values_in_flight: int, timeout_s: float, puts_of_others: int, heat: bytes,
     ) -> None:  # fmt: skip
-        connection.check_minor(TRAINING_MINOR, "begin_initialize")
+        connection.check_minor(HEAT_MINOR if heat else TRAINING_MINOR, "heat" if heat else "begin_initialize")
         self._connection = connection
         self._area = area
         self._handle = handle
@@ -57,7 +57,7 @@ class Initialization:
         self._values_in_flight = values_in_flight
         self._end_timeout_s = timeout_s * (1 + puts_of_others)
         self._flying: deque[Ticket[None]] = deque()
-        begin = InitializeBegin(connection.next_id(), handle, is_resumed)
+        begin = InitializeBegin(connection.next_id(), handle, is_resumed, heat)
         begun = connection.request(
             begin, what="initialize", convert=lambda answer: answers.result_of(answer, Begun), timeout_s=timeout_s
         ).wait()

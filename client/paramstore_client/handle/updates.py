@@ -15,6 +15,7 @@ from paramstore_client.connection.answers import Result
 from paramstore_client.connection.ticket import Ticket
 from paramstore_client.gradients.pending import Gradients
 from paramstore_client.handle.base import ANSWER_GRACE_S, Handle, plain_keys
+from paramstore_client.handle.given_heat import Heat, packed_heat
 from paramstore_client.handle.initial_values import PUTS_IN_FLIGHT, InitialValue, put_initial_values
 from paramstore_client.handle.initialization import Initialization
 
@@ -47,19 +48,23 @@ class Updates(Handle):
         finally:
             self._count_view_change()
 
-    def begin_initialize(self, *, resume: bool = True, values_in_flight: int = PUTS_IN_FLIGHT) -> Initialization:
+    def begin_initialize(
+        self, *, resume: bool = True, values_in_flight: int = PUTS_IN_FLIGHT, heat: Heat | None = None
+    ) -> Initialization:
         """Begins an `initialize` in steps that survive this process: `put` each of its `missing` keys, `save` now and then, `end`.
 
-        resume: go on from what an earlier attempt saved; False, or `initialize`: start over. Raises StepOutOfOrder after the first
-        commit, VersionMismatch on an older daemon.
+        resume: go on from what an earlier attempt saved; False, or `initialize`: start over. heat: how much the experts are to be
+        used, as a trace, the path of its file or {key: number}; the hottest that fit come to the fastest volumes. Raises
+        StepOutOfOrder after the first commit, VersionMismatch on an older daemon, ConfigError and UnknownKey for a heat of others.
         """
         self._check_open()
         self._check_writes("begin_initialize")
+        packed = packed_heat(heat, self.space, namespace=self.name)
         try:
             return Initialization(
                 self._connection, self._area, self._handle, schema=self.schema, space=self.space, timeout_s=self._limit_s,
                 is_resumed=flag("resume", resume), puts_of_others=self._puts_of_others,
-                values_in_flight=whole_number("values_in_flight", values_in_flight, least=1),
+                values_in_flight=whole_number("values_in_flight", values_in_flight, least=1), heat=packed,
             )  # fmt: skip
         finally:
             self._count_view_change()

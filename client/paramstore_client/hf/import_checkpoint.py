@@ -24,6 +24,7 @@ from paramstore.core.schema import Schema
 from paramstore.errors import CheckpointError, ConfigError, ParamStoreError, SchemaMismatch
 from paramstore_client.connection.answers import Result
 from paramstore_client.connection.ticket import Ticket
+from paramstore_client.handle.given_heat import Heat
 from paramstore_client.handle.initialization import Initialization
 from paramstore_client.handle.origin import Origin
 from paramstore_client.hf.checkpoint.progress import Progress, Report, reported
@@ -58,7 +59,7 @@ class Imported:
 def import_checkpoint(
     path: str | os.PathLike[str], namespace: Namespace, model: nn.Module, *, progress: Report | bool | None = None,
     resume: bool = True, step: int = 0, save_every_s: float = SAVE_EVERY_S, rank: int = 0, world_size: int = 1,
-    clock: Clock | None = None,
+    clock: Clock | None = None, heat: Heat | None = None,
 ) -> Imported:  # fmt: skip
     """Puts the experts of the checkpoint at `path` into `namespace`, which has no commit yet, and commits it as `step`.
 
@@ -67,6 +68,7 @@ def import_checkpoint(
     Where the namespace keeps fp32 masters they are the checkpoint's values exactly, so that a `param` of its dtype is too.
     progress: True for a bar on stderr, or a function. resume: go on where an earlier attempt was stopped; False starts over.
     rank, world_size: of a job whose ranks import together, each its share of the keys; all must call this.
+    heat: how much the experts are to be used, as for `begin_initialize`: a trace of the model, or its file.
     Raises CheckpointError naming file and tensor where something is damaged, missing or of another shape, or where the attempt
     before was of another checkpoint; then nothing was put. SchemaMismatch, UnsupportedModel, StepOutOfOrder if the namespace is
     committed, and what the daemon raises; then the attempt can be resumed.
@@ -83,7 +85,7 @@ def import_checkpoint(
         fingerprint = source.fingerprint(sampled)
     with Files() as files, reported("import", progress) as report:
         extra = Origin(fingerprint, _named(path), step).to_extra()
-        with namespace.begin_initialize(resume=resume, values_in_flight=VALUES_IN_FLIGHT) as initialization:
+        with namespace.begin_initialize(resume=resume, values_in_flight=VALUES_IN_FLIGHT, heat=heat) as initialization:
             _check_same(initialization.extra, fingerprint, path=path, name=namespace.name)
             missing = set(initialization.missing)
             mine = [key for number, key in enumerate(namespace.keys()) if number % world_size == rank]

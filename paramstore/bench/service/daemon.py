@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -31,9 +31,11 @@ POLL_S = 0.05
 class Service:
     """Owner of one daemon in a directory of its own and of a connection to it."""
 
-    def __init__(self, directory: Path, *, host_budget_bytes: int, settings: Mapping[str, object]) -> None:
+    def __init__(
+        self, directory: Path, *, host_budget_bytes: int, settings: Mapping[str, object], volumes: Sequence[str | Path] = ()
+    ) -> None:
         self.host_budget_bytes = host_budget_bytes
-        options = ps.ServeOptions(dir=directory, host_budget=host_budget_bytes, settings=settings)
+        options = ps.ServeOptions(dir=directory, host_budget=host_budget_bytes, settings=settings, volumes=volumes)
         try:
             self.store: Store = ps.connect(autostart=options, timeout_s=STARTUP_S)
             self.pid = int(self.stats()["daemon"]["pid"])
@@ -95,10 +97,11 @@ class Service:
 
 @contextmanager
 def serving(
-    directory: Path, *, host_budget_bytes: int, settings: Mapping[str, object] = MappingProxyType({})
-) -> Iterator[Service]:
-    """Runs a daemon for as long as the block runs. settings: of `ps.ServeOptions`."""
-    service = Service(directory, host_budget_bytes=host_budget_bytes, settings=settings)
+    directory: Path, *, host_budget_bytes: int, settings: Mapping[str, object] = MappingProxyType({}),
+    volumes: Sequence[str | Path] = (),
+) -> Iterator[Service]:  # fmt: skip
+    """Runs a daemon for as long as the block runs. settings, volumes: of `ps.ServeOptions`."""
+    service = Service(directory, host_budget_bytes=host_budget_bytes, settings=settings, volumes=volumes)
     try:
         yield service
     finally:

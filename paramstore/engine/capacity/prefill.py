@@ -32,6 +32,7 @@ class Prefill:
         self._pump = pump
         self.filled_bytes = dict.fromkeys(volumes, 0)
         """Bytes of zeros written to each volume since the store was opened."""
+        self._zeros = memoryview(mmap.mmap(-1, PIECE_BYTES))
         self._task: asyncio.Task[None] | None = None
         self._is_wanted = False
 
@@ -43,7 +44,6 @@ class Prefill:
         self._task = asyncio.get_running_loop().create_task(self._fill(), name="prefill")
 
     async def _fill(self) -> None:
-        zeros = memoryview(mmap.mmap(-1, PIECE_BYTES))
         try:
             while any(self._has_unwritten(index) for index in self._volumes):
                 is_paused = not self._runner.is_idle
@@ -51,21 +51,35 @@ class Prefill:
                 if extent is None:
                     await asyncio.sleep(PAUSE_S)
                     continue
-                write = partial(self._volumes[extent.volume].write, extent.offset_bytes, (zeros[: extent.length_bytes],))
-                try:
-                    await self._runner.call(BACKGROUND_LANE, write)
-                except ParamStoreError as error:
-                    self._space.quarantine(extent)
-                    self._space.fences.fail_write(extent.volume, error)
-                    raise
-                except asyncio.CancelledError:
-                    self._space.finish_prefill(extent)  # the store closes: nobody will get this extent or waits for it
-                    raise
-                self._space.finish_prefill(extent)
-                self.filled_bytes[extent.volume] += extent.length_bytes
-                self._pump()
+                await self._write(extent)
         except ParamStoreError:
             logger.exception("zero-fill stopped; volumes are used as they are")
+
+    async def _write(self, extent: Extent) -> None:
+        write = partial(self._volumes[extent.volume].write, extent.offset_bytes, (self._zeros[: extent.length_bytes],))
+        try:
+            await self._runner.call(BACKGROUND_LANE, write)
+        except ParamStoreError as error:
+            self._space.quarantine(extent)
+            self._space.fences.fail_write(extent.volume, error)
+            raise
+        except asyncio.CancelledError:
+            self._space.finish_prefill(extent)  # the store closes: nobody will get this extent or waits for it
+            raise
+        self._space.finish_prefill(extent)
+        self.filled_bytes[extent.volume] += extent.length_bytes
+        self._pump()
+
+    async def fill(self, index: int, *, up_to_bytes: int) -> None:
+        """Zero-fills what is free and was never written of a volume below `up_to_bytes`, now. Raises VolumeError."""
+        while (missing := min(up_to_bytes, self._space.size_bytes_of(index)) - self._space.written_bytes(index)) > 0:
+            if any(stats.prefilling_bytes for stats in self._space.stats() if stats.volume == index):
+                await self._runner.behind(BACKGROUND_LANE)  # the task fills it, from the lowest range on
+                continue
+            extent = self._space.next_unwritten(index, min(missing, PIECE_BYTES))
+            if extent is None:
+                return  # somebody is short of space
+            await self._write(extent)
 
     def _next_unwritten(self) -> Extent | None:
         for index in self._volumes:

@@ -22,6 +22,7 @@ from paramstore.engine.capacity.entitlements import (
     slack_bytes,
 )
 from paramstore.engine.capacity.prefill import Prefill
+from paramstore.engine.capacity.speeds import Measure, Speeds
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.record_reads import VolumeTraffic
 from paramstore.engine.transfers.runner import CATALOG_LANE, Runner, volume_lane
@@ -46,9 +47,9 @@ class VolumeSet:
         self, volumes: Mapping[int, Volume], *, superblocks: Mapping[int, Superblock], rows: Mapping[int, VolumeRow], space: Space,
         catalog: Catalog, runner: Runner, may_grow: bool, prefill: Prefill,
         retention: Retention = DEFAULT_RETENTION, traffic: Mapping[int, VolumeTraffic] | None = None,
-        endurance_bytes: int | None = None,
+        endurance_bytes: int | None = None, measure: Measure | None = None,
     ) -> None:  # fmt: skip
-        """traffic: bytes moved since the store was opened.
+        """traffic: bytes moved since the store was opened. measure: see `Speeds`.
         endurance_bytes: how much may be written to the drive under each volume over its life."""
         self.volumes = volumes
         self.space = space
@@ -63,6 +64,7 @@ class VolumeSet:
         self._written_before = {index: row.bytes_written for index, row in rows.items()}
         self._recording: asyncio.Task[None] | None = None
         self._prefill = prefill
+        self.speeds = Speeds(volumes, space, measure)
 
     def entitle(self, namespace: NamespaceState) -> None:
         """Entitles an existing namespace to what it may take now, with the snapshots that it has."""
@@ -94,6 +96,7 @@ class VolumeSet:
             )
         if missing_bytes:
             await self._grow(missing_bytes)
+        await self.speeds.measure()  # of a new volume now: it had no room before
 
     async def keep_catalog_room(self, namespaces: Iterable[NamespaceState]) -> None:
         """Makes room in the catalog when a store is opened: it may not have any yet, or more steps may be kept from now on. Where
@@ -224,7 +227,7 @@ class VolumeSet:
             "written_bytes": self.space.written_bytes(index), "write_failures": self.space.fences.write_failures(index),
             "fenced": self.space.fences.reason(index), "bytes_written_total": total,
             "zero_filled_bytes": self._prefill.filled_bytes[index], "endurance_bytes": self._endurance_bytes,
-            "endurance_used": total / self._endurance_bytes if self._endurance_bytes else None,
+            "endurance_used": total / self._endurance_bytes if self._endurance_bytes else None, **self.speeds.describe(index),
         }  # fmt: skip
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from paramstore.core.heat import unpack_heat
 from paramstore.core.key import ExpertKey
 from paramstore.engine.planner.permission import check_writer, check_writing
 from paramstore.engine.ranks import Ranks
@@ -29,21 +30,24 @@ class Initializer:
         self._cleaner = cleaner
         self._ranks = ranks
 
-    async def begin(self, view: View, *, is_resumed: bool = False) -> dict[str, object]:
+    async def begin(self, view: View, *, is_resumed: bool = False, heat: bytes = b"") -> dict[str, object]:
         """Begins an initialization. is_resumed: the draft's values stay; else no key has a value, and there is no draft.
+        heat: how much the records are to be used, as `pack_heat` packs it.
 
         Returns {present, extra}: a bit for each key in key order, the first key's the lowest of the first byte, that says whether
-        it has its value; and what was kept with the draft, None without one. Raises StepOutOfOrder once a step is committed.
+        it has its value; and what was kept with the draft, None without one. Raises StepOutOfOrder once a step is committed,
+        ProtocolError.
         """
         namespace = check_writing(view)
         check_uncommitted(namespace)
+        given = unpack_heat(heat, namespace.keys)
         if is_resumed:
             await self._history.rollback(namespace)
             check_uncommitted(namespace)  # a commit called before this may have run while the rollback waited
         else:
             await self._history.start_over(namespace)
         with self._transfers.deciding() as planner:
-            planner.begin_initialization(namespace)
+            planner.begin_initialization(namespace, given)
         draft = namespace.steps.ledger.draft
         return {"present": _present(namespace), "extra": None if draft is None else draft.extra}
 

@@ -15,12 +15,14 @@ speed once, never correctness. All sizes are bytes and multiples of 4 KiB.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paramstore.core.location import Extent
 from paramstore.core.schema import round_up
 from paramstore.errors import CorruptCatalog
 from paramstore.storage.space.fences import Fences
+from paramstore.storage.space.preference import Preference
 from paramstore.storage.space.volume_space import VolumeSpace
 from paramstore.storage.volume.base import ALIGNMENT_BYTES
 
@@ -47,8 +49,7 @@ class Space:
     def __init__(self) -> None:
         self._volumes: dict[int, VolumeSpace] = {}
         self.fences = Fences()
-        self._turn = 0
-        """Position of the volume that comes first among equals next time."""
+        self.preference = Preference()
         self._taken: dict[Extent, str] = {}
         """Extents that are reserved or occupied and not released, with their owners."""
         self._held_bytes: dict[str, int] = {}
@@ -107,24 +108,29 @@ class Space:
 
     # --- claims ---
 
-    def reserve(self, length_bytes: int, *, owner: str = "", avoid: int | None = None) -> Extent | None:
+    def reserve(
+        self, length_bytes: int, *, owner: str = "", avoid: int | None = None, speed_class: int | None = None
+    ) -> Extent | None:
         """Claims an extent of `length_bytes`, rounded up to 4 KiB, which is the caller's until `release`; or None.
 
-        Volumes with a larger share of free bytes come first, equals take turns. Within a volume: written space
-        first, then the smallest range that fits, then the lowest offset. avoid: a volume that comes last.
+        Volumes of the speed class come first, where one is given; within a class those with a larger share of free bytes, equals
+        take turns. Within a volume: written space first, then the smallest range that fits, then the lowest offset. avoid: a
+        volume that comes last.
         """
         assert length_bytes > 0, f"cannot reserve {length_bytes} bytes"
-        extents = self.reserve_many(1, length_bytes, owner=owner, avoid=avoid)
+        extents = self.reserve_many(1, length_bytes, owner=owner, avoid=avoid, speed_classes=(speed_class,))
         return extents[0] if extents is not None else None
 
     def reserve_many(
-        self, count: int, length_bytes: int, *, owner: str = "", avoid: int | None = None
-    ) -> list[Extent] | None:
-        """Claims `count` extents as `reserve` chooses them; or None, and nothing has changed."""
+        self, count: int, length_bytes: int, *, owner: str = "", avoid: int | None = None,
+        speed_classes: Sequence[int | None] = (),
+    ) -> list[Extent] | None:  # fmt: skip
+        """Claims `count` extents as `reserve` chooses them; or None, and nothing has changed. speed_classes: of the first ones."""
         length_bytes = round_up(length_bytes, ALIGNMENT_BYTES)
         extents: list[Extent] | None = None
         if count * length_bytes <= self._room_bytes(owner):
-            extents = self._take_one(length_bytes, avoid) if count == 1 else self._take_many(count, length_bytes, avoid)
+            wanted = [*speed_classes[:count], *[None] * (count - len(speed_classes))]
+            extents = self._take_one(length_bytes, avoid, *wanted) if count == 1 else self._take_many(length_bytes, avoid, wanted)
         if extents is None:
             self._is_short = True
             return None
@@ -133,20 +139,20 @@ class Space:
             self._claim(extent, owner)
         return extents
 
-    def _take_one(self, length_bytes: int, avoid: int | None) -> list[Extent] | None:
-        for volume in self._by_preference(avoid):
+    def _take_one(self, length_bytes: int, avoid: int | None, speed_class: int | None) -> list[Extent] | None:
+        for volume in self.preference.order(self._usable(), avoid=avoid, speed_class=speed_class):
             offset_bytes = volume.take(length_bytes)
             if offset_bytes is not None:
                 return [Extent(volume.index, offset_bytes, length_bytes)]
         return None
 
-    def _take_many(self, count: int, length_bytes: int, avoid: int | None) -> list[Extent] | None:
-        before, turn = {index: volume.copy() for index, volume in self._volumes.items()}, self._turn
+    def _take_many(self, length_bytes: int, avoid: int | None, speed_classes: Sequence[int | None]) -> list[Extent] | None:
+        before, turn = {index: volume.copy() for index, volume in self._volumes.items()}, self.preference.turn
         extents: list[Extent] = []
-        while len(extents) < count:
-            found = self._take_one(length_bytes, avoid)
+        for speed_class in speed_classes:
+            found = self._take_one(length_bytes, avoid, speed_class)
             if found is None:
-                self._volumes, self._turn = before, turn
+                self._volumes, self.preference.turn = before, turn
                 return None
             extents += found
         return extents
@@ -292,6 +298,14 @@ class Space:
         """The volume's size, where its last extent may end."""
         return self._volumes[volume].size_bytes
 
+    def share_bytes(self, owner: str) -> tuple[int, ...]:
+        """The owner's share of each speed class, the fastest first: as much of it as of all that anybody is entitled to."""
+        sizes = [0] * self.preference.class_count
+        for volume in self._usable():
+            sizes[self.preference.class_of(volume.index)] += volume.size_bytes - volume.start_bytes
+        all_bytes = sum(self._entitled_bytes.values())
+        return tuple([size * self.entitled_bytes(owner) // all_bytes if all_bytes else size for size in sizes])
+
     def missing_bytes(self, count: int, length_bytes: int, *, owner: str = "") -> int:
         """How many more bytes `reserve_many(count, length_bytes)` needs: 0 exactly if it can succeed."""
         length_bytes = round_up(length_bytes, ALIGNMENT_BYTES)
@@ -319,15 +333,6 @@ class Space:
             write_failures=self.fences.write_failures(volume.index),
             fenced=self.fences.reason(volume.index),
         )
-
-    def _by_preference(self, avoid: int | None) -> list[VolumeSpace]:
-        volumes = self._usable()
-        count = len(volumes)
-        order = sorted(
-            range(count), key=lambda at: (volumes[at].index == avoid, -volumes[at].free_share, (at - self._turn) % count)
-        )
-        self._turn = (order[0] + 1) % count if order else 0
-        return [volumes[at] for at in order]
 
     def _is_held(self, extent: Extent) -> bool:
         return extent in self._taken or extent in self._leaving or extent in self._quarantined

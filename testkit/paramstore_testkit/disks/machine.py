@@ -80,6 +80,8 @@ class Machine:
             wait_timeout_s=wait_timeout_s, volume_size_bytes=volume_size_bytes,
             retained_steps=retained_steps, held_steps=held_steps, scrub_days=scrub_days, reader_slots=reader_slots,
         )  # fmt: skip
+        self.speed_classes: dict[int, int] = {}
+        """Speed class of each volume, from the next start on; empty for volumes that are alike."""
         self._random = Random(seed)
         self.workers: InlineWorkers | None = None
         self.service: Service
@@ -99,6 +101,7 @@ class Machine:
         adopt_new_volumes(self.catalog, contents, self.volumes)
         self.service = connect(self.config, runner, self.catalog, contents, self.volumes, PlainMemory(), update_workers=2)
         self.store = self.service.store
+        self.store.transfers.space.preference.set_classes(self.speed_classes)
         return self.store
 
     async def kill(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from paramstore.engine.capacity.prefill import Prefill
+from paramstore.engine.capacity.speeds import MakeMeasure
 from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.record_reads import VolumeTraffic
@@ -31,6 +32,7 @@ class Shelf:
     def __init__(
         self, *, volumes: Sequence[Volume] | None = None, count: int = 1, free_mib: int = 1, may_grow: bool = True,
         catalog: Catalog | None = None, written_bytes: int = 0, bytes_written: int = 0, endurance_bytes: int | None = None,
+        make_measure: MakeMeasure | None = None,
     ) -> None:  # fmt: skip
         given = volumes or [MemoryVolume(START + free_mib * MIB, index=index) for index in range(count)]
         self.volumes = {volume.index: volume for volume in given}
@@ -51,6 +53,7 @@ class Shelf:
         self.set = VolumeSet(
             self.volumes, superblocks=dict.fromkeys(self.volumes, SUPERBLOCK), rows=rows, space=self.space, catalog=self.catalog,
             runner=self.runner, may_grow=may_grow, prefill=self.prefill, traffic=self.traffic, endurance_bytes=endurance_bytes,
+            measure=make_measure and make_measure(self.space, self.prefill, self.runner),
         )  # fmt: skip
 
     def _pump(self) -> None:

@@ -49,6 +49,8 @@ def test_a_disk_that_is_slower_is_not_held_up() -> None:
 def test_daemons_of_the_block_alone_are_slow() -> None:
     before = autostart.SERVE_COMMAND
     with reading_at(5e8):
-        assert autostart.SERVE_COMMAND[1:] == ("-m", "paramstore_bench.guesses.slow_volume", "500000000.0")
+        assert autostart.SERVE_COMMAND[1:] == ("-m", "paramstore_bench.guesses.slow_volume", "500000000.0", "all")
+    with reading_at(5e8, volume=1):
+        assert autostart.SERVE_COMMAND[-1] == "1"
     with reading_at(None):
         assert before == autostart.SERVE_COMMAND

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from paramstore.core import arguments
-from paramstore.core.key import check_name
+from paramstore.core.key import KeySpace, check_name
 from paramstore.core.optimizers import OPTIMIZERS
 from paramstore.core.schema import UPDATE_RULES, Schema
 from paramstore.errors import CheckpointError, ConfigError
@@ -27,6 +27,7 @@ from paramstore_client.client import Store
 from paramstore_client.device.host_slots import HostSlots, standing
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.device.visit_order import declare_order
+from paramstore_client.handle.given_heat import Heat, packed_heat
 from paramstore_client.hf.checkpoint.shards import open_checkpoint
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.quantization import dequantize_dense
@@ -65,6 +66,7 @@ class _Source:
     options: Mapping[str, Any]
     model: Any
     progress: Any
+    heat: Heat | None = None
     is_quantized: bool = False
     """Whether its configuration says so."""
 
@@ -75,7 +77,8 @@ class _Source:
 
     def look(self, layout: ExpertLayout) -> Schema | None:
         """The schema of quantized experts as they are in the checkpoint, None for others. Raises CheckpointError where the experts
-        cannot be imported, before a namespace is made, which stays."""
+        cannot be imported, before a namespace is made, which stays; ConfigError where the heat is of others."""
+        packed_heat(self.heat, KeySpace.of(layout.layers, layout.experts), namespace=str(self.path))
         schema = packed_schema(self.directory(), layout, self.model)
         if schema is not None and not self.is_quantized:
             raise CheckpointError(
@@ -87,8 +90,9 @@ class _Source:
     def fill(self, namespace: Namespace) -> None:
         """Imports the experts into a new namespace; of several ranks, this one's share."""
         import_checkpoint(
-            self.directory(), namespace, self.model, progress=self.progress, rank=namespace.rank, world_size=namespace.world_size
-        )
+            self.directory(), namespace, self.model, progress=self.progress, rank=namespace.rank, world_size=namespace.world_size,
+            heat=self.heat,
+        )  # fmt: skip
 
     def check(self, namespace: Namespace) -> bool:
         """Returns whether a committed namespace is known to hold what was imported from this checkpoint, or was trained from it.
@@ -177,6 +181,7 @@ def from_pretrained(
     speculation: bool = True,
     schema_options: Mapping[str, Any] | None = None,
     progress: Any = None,
+    heat: Heat | None = None,
     **options: Any,
 ) -> Any:
     """Loads what `model_class.from_pretrained(path, **options)` does, with its experts in the namespace `name` of `store`. As
@@ -196,7 +201,7 @@ def from_pretrained(
     it is slots of that device's memory, by default all that is free beside a KV cache of cache_shape (sequences at once, tokens of
     each; default: one of the most tokens that the model takes). residency: which give way first, "auto", "ring" or "buffer".
     speculation: whether experts are loaded ahead by the next layer's router, run early, where not all of them can stand.
-    schema_options: further arguments of the schema function. progress: as for `import_checkpoint`. See docs/transformers.md.
+    schema_options: further arguments of the schema function. progress, heat: as for `import_checkpoint`. See docs/transformers.md.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
     other experts, CheckpointError where it still holds those imported from another checkpoint, where a file is missing, and where
@@ -212,7 +217,7 @@ def from_pretrained(
     arguments.path("path", path)
     loaded, requested, options, is_quantized = _load_dense(model_class, path, options, mode=mode)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
-    source = _Source(path, options, model, progress, is_quantized)
+    source = _Source(path, options, model, progress, heat, is_quantized)
     name = name or _name_of(path)
     opened = wanted.give_experts(model, name, requested, look=source.look, fill=source.fill, check=source.check)
     if mode == "infer":

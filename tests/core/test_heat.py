@@ -1,0 +1,108 @@
+"""Ranking by heat: who fits where, and what traces and numbers say."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from paramstore.core.heat import HEAT_BYTES, SAMPLE_KEYS, heat_of, pack_heat, rank_records, unpack_heat
+from paramstore.core.key import ExpertKey, KeySpace
+from paramstore.core.schema import Schema
+from paramstore.core.trace import Trace, TraceEvent, TraceEventKind, TraceHeader
+from paramstore.errors import ConfigError, ProtocolError, UnknownKey
+
+KEYS = KeySpace.of(2, 8)
+SCHEMA = Schema.param({"w": ((4,), "float32")})
+
+
+def classes(heat: dict[ExpertKey, float], fitting: list[int], keys: KeySpace = KEYS) -> dict[ExpertKey, int]:
+    ranking = rank_records(keys, lambda key: heat.get(key, 0.0), fitting)
+    assert ranking is not None
+    return {key: ranking.class_of(key, heat.get(key, 0.0)) for key in keys}
+
+
+def trace_of(*experts: tuple[int, ...], layers: int = 2, count: int = 8) -> Trace:
+    header = TraceHeader("t", SCHEMA.describe(), list(range(layers)), count, "by hand")
+    acquired = [TraceEvent(TraceEventKind.ACQUIRE, 0, each) for each in experts]
+    return Trace(header, (TraceEvent(TraceEventKind.PREFETCH, 1, (7,)), *acquired, TraceEvent(TraceEventKind.STEP, 0, ())))
+
+
+def test_as_many_of_the_hottest_go_to_the_fastest_class_as_fit() -> None:
+    seed = random.randrange(1 << 30)
+    draw = random.Random(seed)
+    for _ in range(50):
+        heat = {key: draw.choice([0.0, 1.0, 2.0, draw.random()]) for key in KEYS}
+        heat[0, 0] = 1.0
+        fitting = [draw.randint(0, 10) for _ in range(3)]
+        found = classes(heat, fitting)
+        used = sorted((key for key in KEYS if heat[key]), key=lambda key: (-heat[key], key))
+        first, second = used[: fitting[0]], used[fitting[0] : fitting[0] + fitting[1]]
+        assert found == {key: 0 if key in first else 1 if key in second else 2 for key in KEYS}, f"seed {seed}"
+
+
+def test_records_that_are_not_used_go_to_the_slowest_class_even_where_others_have_room() -> None:
+    assert set(classes({(0, 3): 1.0}, [16, 16]).values()) == {0, 1}
+    assert [key for key, found in classes({(0, 3): 1.0}, [16, 16]).items() if not found] == [(0, 3)]
+
+
+def test_nothing_is_decided_where_nobody_knows_of_a_use() -> None:
+    assert rank_records(KEYS, lambda _: 0.0, [4, 16]) is None
+
+
+def test_a_large_namespace_is_judged_by_a_sample_that_is_nearly_right() -> None:
+    keys = KeySpace.of(64, 256)
+    assert len(keys) > SAMPLE_KEYS
+    draw = random.Random(7)
+    heat = {key: draw.random() + key[0] / 64 for key in keys}
+    hot = sum(found == 0 for found in classes(heat, [4000, 99_999], keys).values())
+    assert 3500 < hot < 4500
+
+
+def test_a_sample_looks_at_every_layer_and_at_all_experts_alike() -> None:
+    keys, seen = KeySpace.of(512, 256), list[ExpertKey]()
+    rank_records(keys, lambda key: seen.append(key) or 1.0, [1, 1])  # type: ignore[func-returns-value]
+    assert len(set(seen)) == len(seen) == SAMPLE_KEYS
+    assert max(b - a for a, b in pairwise(sorted({layer for layer, _ in seen}))) <= 2
+    assert len({expert for _, expert in seen}) > 200
+
+
+def test_the_heat_of_a_trace_counts_its_leases() -> None:
+    assert heat_of(trace_of((0, 3), (3,)), KEYS, namespace="moe") == {(0, 0): 1.0, (0, 3): 2.0}
+
+
+def test_a_trace_of_another_model_is_refused_with_both_shapes() -> None:
+    with pytest.raises(ConfigError, match=r"'t' is of 16 experts in each of 2 layers, namespace 'moe' has 8 in 2"):
+        heat_of(trace_of(count=16), KEYS, namespace="moe")
+
+
+def test_packed_heat_comes_back_in_its_order() -> None:
+    heat = {(0, 1): 3, (1, 7): 0.5, (1, 0): 0}
+    packed = pack_heat(heat, KEYS, namespace="moe")
+    found = unpack_heat(packed, KEYS)
+    assert len(packed) == HEAT_BYTES * len(KEYS)
+    assert list(found) == [(0, 1), (1, 7)]
+    assert found[0, 1] == pytest.approx(6 * found[1, 7])
+
+
+def test_heat_of_nothing_is_no_heat() -> None:
+    assert pack_heat({(0, 0): 0}, KEYS, namespace="moe") == b"" == pack_heat({}, KEYS, namespace="moe")
+    assert unpack_heat(b"", KEYS) == {}
+
+
+def test_heat_for_a_key_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(UnknownKey, match=r"\(2, 0\) is not in namespace 'moe'"):
+        pack_heat({(2, 0): 1.0}, KEYS, namespace="moe")
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "much", None, True])
+def test_a_heat_that_is_no_number_is_refused_with_its_key(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"heat\[\(0, 1\)\]="):
+        pack_heat({(0, 1): value}, KEYS, namespace="moe")  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("length", [1, HEAT_BYTES, HEAT_BYTES * len(KEYS) - 1, HEAT_BYTES * len(KEYS) + HEAT_BYTES])
+def test_packed_heat_of_another_length_is_refused(length: int) -> None:
+    with pytest.raises(ProtocolError, match=f"heat takes {length} bytes, 16 keys have 64"):
+        unpack_heat(bytes(length), KEYS)

@@ -1,0 +1,140 @@
+"""Where the next extent should lie: by the policy's heat, by that of an initialization, by none where nobody knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paramstore.config import Retention
+from paramstore.core.key import ExpertKey
+from paramstore.core.schema import Schema
+from paramstore.engine.planner.placement import RANKED_FOR, Placement
+from paramstore.policy.decayed_lfu import DecayedLfu
+from paramstore.policy.lru import Lru
+from paramstore.storage.volume.base import VolumeError
+from paramstore_testkit.stores.small_planner import SCHEMA, SmallPlanner
+
+PARAM = Schema.param({"w": ((4,), "float32")})
+KEYS = 8
+
+
+def small(schema: Schema = SCHEMA, *, fast: int = 3, policy: type = DecayedLfu, is_committed: bool = True) -> SmallPlanner:
+    """A planner with a slow volume, 0, and a fast one, 1, that `fast` extents fit on."""
+    made = SmallPlanner(
+        experts=KEYS, schema=schema, param_slots=KEYS, working_slots=KEYS, extents=64, is_committed=is_committed,
+        policy=lambda: Lru() if policy is Lru else DecayedLfu(threshold=1.0, beta=0.5, decay_steps=64, capacity=KEYS),
+    )  # fmt: skip
+    made.space.add_volume(1, start_bytes=0, size_bytes=fast * schema.record_bytes, written_bytes=0)
+    made.space.preference.set_classes({0: 1, 1: 0})
+    return made
+
+
+def use(made: SmallPlanner, uses: Sequence[int]) -> None:
+    """Lets the policy count so many uses of each key, in key order."""
+    for key, count in zip(made.keys, uses, strict=True):
+        made.param_arena.policy.record_all([key] * count)
+
+
+def hot(made: SmallPlanner, keys: Sequence[ExpertKey] | None = None) -> list[int]:
+    """The experts whose next extent should be of the fast class."""
+    asked = made.keys if keys is None else list(keys)
+    found = made.planner.working.placement.speed_classes(made.namespace, asked)
+    assert None not in found
+    return [key[1] for key, speed_class in zip(asked, found, strict=True) if speed_class == 0]
+
+
+def test_where_nothing_was_counted_no_class_is_preferred() -> None:
+    made = small()
+    assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
+
+
+def test_where_all_volumes_are_alike_no_class_is_preferred() -> None:
+    made = small()
+    use(made, range(KEYS))
+    made.space.preference.set_classes({0: 0, 1: 0})
+    assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
+
+
+@pytest.mark.parametrize(("fast", "expected"), [(3, [7]), (6, [6, 7]), (9, [5, 6, 7]), (99, [1, 2, 3, 4, 5, 6, 7]), (2, [])])
+def test_each_retained_step_and_one_more_of_the_hottest_fit(fast: int, expected: list[int]) -> None:
+    made = small(fast=fast)
+    use(made, range(KEYS))
+    made.planner.working.placement = Placement(made.space, Retention(retained_steps=2))
+    assert hot(made) == expected
+
+
+def test_records_for_inference_are_there_once() -> None:
+    made = small(PARAM)
+    use(made, range(KEYS))
+    assert hot(made) == [5, 6, 7]
+
+
+def test_a_policy_without_counts_says_what_was_used_last() -> None:
+    made = small(PARAM, policy=Lru)
+    use(made, [1] * KEYS)
+    assert hot(made) == [5, 6, 7]
+
+
+def test_a_fast_class_that_is_fenced_is_nobody_s_goal() -> None:
+    made = small(PARAM)
+    use(made, range(KEYS))
+    made.space.fences.fail_flush(1, VolumeError("the disk is gone"))
+    assert hot(made) == []
+
+
+def test_a_namespace_has_the_share_of_the_fast_class_that_it_has_of_all_entitlements() -> None:
+    made = small(PARAM, fast=6)
+    use(made, range(KEYS))
+    made.space.entitle(made.namespace.name, 100)
+    made.space.entitle("other", 200)
+    assert hot(made) == [6, 7]
+
+
+def test_one_ranking_holds_for_some_extents_and_no_more() -> None:
+    made = small(PARAM)
+    use(made, range(KEYS))
+    assert hot(made) == [5, 6, 7]
+    use(made, [0, 99, 98, 97, 0, 0, 0, 0])
+    assert hot(made, made.keys[:1] * (RANKED_FOR - KEYS - 1)) == []
+    assert 5 in hot(made)
+    assert hot(made) == [1, 2, 3]
+
+
+def test_an_initialization_goes_by_the_heat_that_it_came_with_until_its_end() -> None:
+    made = small(PARAM, is_committed=False)
+    use(made, range(KEYS))
+    made.planner.begin_initialization(made.namespace, {(0, 0): 3.0, (0, 2): 5.0, (0, 3): 1.0, (0, 4): 2.0})
+    assert hot(made) == [0, 2, 4]
+    made.planner.end_initialization(made.namespace)
+    assert hot(made) == [5, 6, 7]
+
+
+def test_an_initialization_of_which_nobody_knows_the_heat_prefers_no_class() -> None:
+    made = small(PARAM, is_committed=False)
+    use(made, range(KEYS))
+    made.planner.begin_initialization(made.namespace, {})
+    assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
+
+
+def test_an_apply_reserves_by_heat() -> None:
+    made = small(fast=6)  # two records, with two retained steps
+    use(made, range(KEYS))
+    made.planner.reserve_extents(made.namespace, made.keys[4:])
+    found = [made.namespace.residency.working[key].reserved for key in made.keys[4:]]
+    assert [extent and extent.volume for extent in found] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("expert", "volume"), [(7, 1), (1, 0)])
+def test_a_write_without_a_reserved_extent_takes_one_by_heat(expert: int, volume: int) -> None:
+    made = small(fast=6)
+    use(made, range(KEYS))
+    key = made.keys[expert]
+    made.update(key)
+    working = made.namespace.residency.working[key]
+    assert working.reserved is not None
+    made.space.release(working.reserved)
+    working.reserved = None
+    located = made.begin_write(key).located
+    assert located is not None
+    assert located.extent.volume == volume
