@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 9
+PROTOCOL_MINOR = 10
 VERIFY_MINOR = 1
 """The first minor in which a daemon knows `Verify`."""
 PREPARE_MINOR = 2
@@ -29,10 +29,14 @@ BOUND_MINOR = 8
 """The first minor in which a reader says how many lease slots it is to be promised at most."""
 ABSENT_MINOR = 9
 """The first minor in which a client understands how many keys of a lease were absent."""
+EXTENTS_MINOR = 10
+"""The first minor in which a daemon knows `AcquireExtents`."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17
 """The most keys in one request."""
+EXTENT_KEYS_MAX = 64
+"""The most keys in one request for extents: its answer brings a descriptor of each volume at most."""
 EXTRA_BYTES_MAX = 64 << 10
 SEGMENTS_PER_FRAME_MAX = 64
 STEP_WAITS_MAX = 64
@@ -41,6 +45,7 @@ LABEL_MAX = 64
 
 Key = tuple[int, int]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
+ExtentKeys = Annotated[list[Key], msgspec.Meta(max_length=EXTENT_KEYS_MAX)]
 Layers = Annotated[list[int], msgspec.Meta(max_length=KEYS_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max)]
 """A time to wait: neither nan nor minus infinity."""
