@@ -18,6 +18,17 @@ class VolumeFile:
         """Path by which this process opens the same file once more, with flags of its own."""
         return f"/proc/self/fd/{self.fd}"
 
+    def opened_direct(self) -> VolumeFile | None:
+        """The same file opened once more, past the page cache; None where its file system refuses that."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:
+            return None
+        try:
+            return VolumeFile(descriptor)
+        finally:
+            os.close(descriptor)
+
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
