@@ -8,7 +8,7 @@ WORKERS ?= 2
 HOURS ?= 8
 SEED ?= 1000
 
-.PHONY: setup check lint types contracts unit test pythons soak demo bench carry clean
+.PHONY: setup check lint types contracts unit test pythons soak demo bench carry kvikio clean
 
 setup: $(VENV)/.ready
 
@@ -71,5 +71,9 @@ bench: setup
 carry: setup
 	$(BIN)/python bench/carry_device.py make .carry
 
+# kvikio and what it loads, without the CUDA toolkit: its test reads a real volume then, on a machine without a GPU.
+kvikio: setup
+	.ci/kvikio $(BIN)/python .kvikio
+
 clean:
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) demo-run .carry .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) demo-run .carry .kvikio .mypy_cache .ruff_cache .pytest_cache

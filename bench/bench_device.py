@@ -27,7 +27,8 @@ from paramstore.bench.report import machine, table
 from paramstore.bench.report.rows import Report, Row
 from paramstore.cli.signals import end_as_interrupt
 from paramstore_bench.device.battery import DONE, BatteryReport, PartReport, keep, run_part
-from paramstore_bench.device.copies import measure_kvikio, measure_overlap, measure_registration, measure_tier_copies
+from paramstore_bench.device.copies import measure_overlap, measure_registration, measure_tier_copies
+from paramstore_bench.device.extents import measure_kvikio
 from paramstore_bench.device.kernels import measure_fp8, measure_groups, measure_sums
 from paramstore_bench.device.logits import measure_logits
 from paramstore_bench.device.memory_limits import measure_memory_limits

@@ -117,6 +117,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reader_slots: int | None = None
     """`param` slots of a training namespace that only readers may lease; writers may lease the others. None: a quarter of them,
     rounded down; none of fewer than 8."""
+    extent_leases: int = 0
+    """Extents that readers of inference namespaces may have leased at once, to read records from the volumes themselves. 0: none,
+    since the descriptor that they get shows every byte of its volume. Superseded records that are leased keep their space."""
     io_workers: int = 8
     """Threads that read and write, per volume: 2 fill a disk, the others verify meanwhile; more cost staging memory."""
     update_workers: int = 0
@@ -220,6 +223,7 @@ _RULES = {
     "retained_steps": _between(RETAINED_STEPS, STEPS_MAX),
     "held_steps": _between(0, STEPS_MAX),
     "reader_slots": _Rule(int | None, "an integer, at least 0", lambda value: value is None or value >= 0),
+    "extent_leases": _between(0, 1 << 20),
     "io_workers": _between(1, 64),
     "update_workers": _between(0, 256),
     "piece_bytes": _Rule(int, "a multiple of 1 MiB", lambda value: value > 0 and value % (1 << 20) == 0),

@@ -51,6 +51,7 @@ from paramstore_client.schemas import adagrad_schema, adamw_schema, param_schema
 if TYPE_CHECKING:
     from paramstore_client import hf, nn, training
     from paramstore_client.device.buffer import ExpertBuffer
+    from paramstore_client.device.report import device_report
     from paramstore_client.device.ring import RingMemory
     from paramstore_client.device.tier import DeviceTier
     from paramstore_client.nn import StoredExperts
@@ -101,6 +102,7 @@ __all__ = [
     "adagrad_schema",
     "adamw_schema",
     "connect",
+    "device_report",
     "hf",
     "nn",
     "param_schema",
@@ -113,6 +115,7 @@ _TORCH_NAMES = {
     "ExpertBuffer": "paramstore_client.device.buffer",
     "RingMemory": "paramstore_client.device.ring",
     "StoredExperts": "paramstore_client.nn",
+    "device_report": "paramstore_client.device.report",
 }
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from paramstore.core.arguments import seconds, whole_number, wrong
 from paramstore.core.key import ExpertKey
-from paramstore.errors import LeaseError
+from paramstore.errors import CapacityError, LeaseError
 from paramstore.wire import messages
 from paramstore_client.connection import answers
 from paramstore_client.connection.answers import Opened
@@ -24,6 +24,7 @@ from paramstore_client.connection.shared_socket import Connection
 from paramstore_client.connection.ticket import Ticket
 from paramstore_client.gradients.upload_area import UploadArea
 from paramstore_client.handle.base import ANSWER_GRACE_S, lease_bounds, plain_keys
+from paramstore_client.handle.extent_lease import ExtentLease
 from paramstore_client.handle.lease import Lease
 from paramstore_client.handle.loans import HandleLoans
 from paramstore_client.handle.parts_lease import PartsLease
@@ -277,6 +278,19 @@ def close_when_dropped(reader: Namespace) -> None:
     if leases.at_end is None:
         leases.at_end = weakref.finalize(leases, _close_dropped, reader._connection, reader._handle, reader.name)
         leases.at_end.atexit = False
+
+
+def acquire_extents(reader: Namespace, keys: Iterable[ExpertKey]) -> ExtentLease:
+    """A lease on the places of `keys` on the volumes, for who reads whole records from there and proves them. Records that are
+    superseded meanwhile stay. Raises VersionMismatch from a daemon before protocol 1.10, LeaseError where it leases none,
+    SchemaMismatch in a namespace that is trained, CapacityError, UnknownKey, StepDropped, CorruptRecord."""
+    connection, wanted = reader._connection, plain_keys(keys)
+    connection.check_minor(messages.EXTENTS_MINOR, "acquire_extents")
+    if len(wanted) > messages.EXTENT_KEYS_MAX:
+        raise CapacityError(f"{len(wanted)} extents in one call; the limit is {messages.EXTENT_KEYS_MAX}: ask in parts")
+    grant = partial(ExtentLease, connection, namespace=reader.name, part=reader.schema.stored, keys=wanted)
+    message = messages.AcquireExtents(reader._next_id(), reader._handle, wanted)
+    return reader._send(message, "acquire_extents", grant, is_cancellable=False).wait()
 
 
 def _close_dropped(connection: Connection, handle: int, name: str) -> None:

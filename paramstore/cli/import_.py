@@ -76,7 +76,8 @@ def import_checkpoint(
         steps = {entry["name"]: entry["committed_step"] for entry in store.namespaces()}
         if (step := steps.get(namespace)) is not None:
             raise NamespaceExists(f"namespace {namespace!r} is committed at step {step}: import into another --namespace")
-        packed_heat(trace, KeySpace.of(layout.layers, layout.experts), namespace=namespace)  # a namespace that was made for nothing would stay
+        # Before a namespace is made, which would stay.
+        packed_heat(trace, KeySpace.of(layout.layers, layout.experts), namespace=namespace)
         opened = store.create_namespace(namespace, schema, layers=layout.layers, experts=layout.experts, host_bytes=host_share)
         try:
             with bar("import") as report:

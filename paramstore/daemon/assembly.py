@@ -36,12 +36,14 @@ from paramstore.engine.capacity.volumes import VolumeSet
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.records.access import Access
 from paramstore.engine.records.cleaner import Cleaner
+from paramstore.engine.records.extents import Extents
 from paramstore.engine.records.update import LOOKAHEAD_RECORDS, Updater
 from paramstore.engine.steps.commit import Committer
 from paramstore.engine.steps.history import History
 from paramstore.engine.steps.proof import Prover
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.store import Store
+from paramstore.engine.tables.device_sums import DeviceSums
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.engine.transfers.arithmetic import load
@@ -63,6 +65,7 @@ from paramstore.storage.volume.base import Volume
 from paramstore.upkeep.notes import NoteScrub
 from paramstore.upkeep.patrol import Patrol, patrol_start
 from paramstore.upkeep.scrubber import Scrubber
+from paramstore.upkeep.sums_file import SumsFile
 from paramstore.upkeep.warmth import Warmth
 
 logger = logging.getLogger(__name__)
@@ -157,6 +160,7 @@ async def assemble(config: Config, *, workers: Workers | None = None, make_measu
         if any(namespace.is_trainable() for namespace in service.store.namespaces.values()):
             await runner.call(CPU_LANE, load)
         await service.warmth.start()
+        await service.sums_file.start()
         return service
     except BaseException:
         for volume in volumes.values():
@@ -238,7 +242,7 @@ def connect(
     buffers = Buffers()
     transfers = Transfers(
         planner, runner, volumes, buffers, store_uuid=contents.store_uuid, piece_bytes=config.piece_bytes, hashing=hashing,
-        log=TransferLog(clock),
+        log=TransferLog(clock), sums=DeviceSums(is_kept=config.extent_leases > 0),
     )  # fmt: skip
     access = Access(transfers, wait_timeout_s=config.wait_timeout_s)
     cleaner = Cleaner(transfers, access)
@@ -279,7 +283,16 @@ def connect(
         updater=updater, committer=committer, history=history, transactions=transactions, namespaces=namespaces,
         store_uuid=contents.store_uuid, clock=clock,
     )  # fmt: skip
-    return Service(store, scrubber, patrol, Warmth(config.dir, namespaces, store_uuid=contents.store_uuid))
+    return _service(store, scrubber, patrol, volumes)
+
+
+def _service(store: Store, scrubber: Scrubber, patrol: Patrol, volumes: Mapping[int, Volume]) -> Service:
+    directory, store_uuid = store.config.dir, store.store_uuid
+    return Service(
+        store, scrubber, patrol, Warmth(directory, store.namespaces, store_uuid=store_uuid),
+        Extents(store.transfers, volumes, extent_leases=store.config.extent_leases),
+        SumsFile(directory, store.transfers.sums, store_uuid=store_uuid),
+    )  # fmt: skip
 
 
 def _host_tier(

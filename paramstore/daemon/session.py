@@ -22,6 +22,7 @@ from paramstore.daemon.held_requests import HeldRequests
 from paramstore.daemon.lost import LostRequests
 from paramstore.daemon.peer import Peer
 from paramstore.daemon.service import Service
+from paramstore.daemon.session_extents import SessionExtents
 from paramstore.daemon.session_leases import SessionLeases
 from paramstore.daemon.session_loans import SessionLoans
 from paramstore.daemon.uploads import Uploads
@@ -59,7 +60,8 @@ class Session:
         self._channel = Channel(self._loop, sock, on_frame=self._on_frame, on_end=self._on_end)
         late = ProtocolError(f"no hello within {HELLO_TIMEOUT_S} s")
         self._hello_timer = self._loop.call_later(HELLO_TIMEOUT_S, self._channel.refuse, late)
-        self._leases = SessionLeases(self._store, self._channel, client=self, fail=self._fail)
+        extents = SessionExtents(service.extents, self._channel)
+        self._leases = SessionLeases(self._store, self._channel, client=self, fail=self._fail, extents=extents)
         self.loans = SessionLoans(self._store, self._channel)
         self._requests = Handlers(
             service, self._channel, client=self, views=self._views, uploads=self._uploads, cancels=self._cancels
@@ -68,6 +70,7 @@ class Session:
             **self._requests.table(),
             m.CreateNamespace: self._open, m.OpenNamespace: self._open, m.CreateRank: self._open, m.OpenRank: self._open,
             m.CloseNamespace: self._close_namespace, m.Borrow: lambda r: self.loans.borrow(self._requests.view(r), r),
+            m.AcquireExtents: lambda r: extents.acquire(self._requests.view(r), r),
         }  # fmt: skip
         self._held = HeldRequests(self._loop, run=self._take_up, fail=self._fail)
         self._lost: LostRequests | None = None
@@ -141,7 +144,8 @@ class Session:
 
     def _check_admissible(self, request_id: int) -> None:
         leases, held = self._leases, self._held.by_id
-        is_taken = request_id in self._tasks or request_id in leases.granted or request_id in leases.waiting or request_id in held
+        tables = (self._tasks, leases.granted, leases.waiting, held, leases.extents)
+        is_taken = any(request_id in table for table in tables)
         if is_taken or request_id <= 0:
             raise ProtocolError(f"request id {request_id} is in use, or not above 0")
         if len(self._tasks) + len(held) >= TASKS_MAX:
@@ -304,8 +308,9 @@ class Session:
             cancel()
         self._leases.cancel_all(StoreUnavailable("the session ended"))
         self.loans.close()
+        self._leases.extents.close()
         for handle, view in list(self._views.items()):
-            if not (self._process.is_watched and view.leased):
+            if not (self._process.is_watched and (view.leased or self._leases.extents.holds(view))):
                 del self._views[handle]
                 self._end_view(view, reason=self._ended_how)
             else:

@@ -6,10 +6,11 @@ it is cancelled, not released.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from paramstore.daemon.channel import Channel
 from paramstore.daemon.handlers import Sent
+from paramstore.daemon.session_extents import SessionExtents
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import LeaseRequest, View
 from paramstore.errors import LeaseError, ParamStoreError
@@ -17,10 +18,12 @@ from paramstore.wire import messages as m
 
 
 class SessionLeases:
-    """Owner of the leases, by the id of the request for each. client: names the session to the store; fail: tells the client."""
+    """Owner of the leases, by the id of the request for each. extents: those of extents. client: names the session to the store;
+    fail: tells the client."""
 
     def __init__(
-        self, store: Store, channel: Channel, *, client: object, fail: Callable[[int, ParamStoreError], None]
+        self, store: Store, channel: Channel, *, client: object, fail: Callable[[int, ParamStoreError], None],
+        extents: SessionExtents,
     ) -> None:
         self._access = store.access
         self._host = store.host
@@ -28,6 +31,7 @@ class SessionLeases:
         self._client = client
         self._mapped = store.host.mapped_by(client)
         self._fail = fail
+        self.extents = extents
         self.tells_absent = False
         """Whether the client understands how many keys of a lease were absent."""
         self.waiting: dict[int, LeaseRequest] = {}
@@ -64,8 +68,9 @@ class SessionLeases:
         absent = lease.absent_count if self.tells_absent else 0
         self._channel.send(m.Granted(request_id, slots, segments, absent), [fd for _, _, fd in new])
 
-    def release(self, lease_ids: Iterable[int]) -> None:
-        """Releases these leases; those that are not granted, or no more, are passed over."""
+    def release(self, lease_ids: Sequence[int]) -> None:
+        """Releases these leases, those of extents too; those that are not granted, or no more, are passed over."""
+        self.extents.release(lease_ids)
         for lease_id in lease_ids:
             lease = self.granted.pop(lease_id, None)
             if lease is not None:
@@ -86,6 +91,7 @@ class SessionLeases:
 
     def forget(self, view: View) -> None:
         """Forgets the leases of `view`, which is closed."""
+        self.extents.forget(view)
         for leases in (self.waiting, self.granted):
             for lease_id in [lease_id for lease_id, lease in leases.items() if lease.view is view]:
                 del leases[lease_id]

@@ -41,6 +41,7 @@ def namespace_stats(namespace: NamespaceState, now_s: float) -> dict[str, object
         "records_caught_up": stats.records_caught_up, "records_advanced": stats.records_advanced,
         "missed_steps_made": stats.missed_steps_made, "logged_applies": len(writing.log.entries),
         "updates": namespace.schema.updates,
+        "records_read_for_sums": stats.records_read_for_sums,
         "records_written": stats.records_written, "commits": stats.commits, "applies": stats.applies,
         "bytes_committed": stats.bytes_committed, "note_bytes": stats.note_bytes,
         "write_amplification": written_bytes / stats.bytes_committed if stats.bytes_committed else None,

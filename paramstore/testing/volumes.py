@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 import random
 import threading
 from collections import Counter
@@ -129,6 +130,12 @@ class MemoryVolume:
                 missing_bytes = size_bytes - self._capacity_bytes
                 raise VolumeError(f"{self._place}: cannot grow to {size_bytes} bytes: {missing_bytes} bytes are missing")
             self._bytes.extend(bytes(max(0, size_bytes - len(self._bytes))))
+
+    def open_to_read(self) -> int:
+        """Opens a file of the bytes as they are now: see `storage.volume.base.HasFile`."""
+        descriptor = os.memfd_create(f"volume-{self.index}", os.MFD_CLOEXEC)
+        os.pwrite(descriptor, self._bytes, 0)
+        return descriptor
 
     def describe(self) -> dict[str, object]:
         return {

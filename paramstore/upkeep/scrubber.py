@@ -29,7 +29,7 @@ from paramstore.core.schema import CHUNK_BYTES, PAGE_BYTES, Part
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import Urgency
 from paramstore.engine.transfers.hashing import Hashing
-from paramstore.engine.transfers.routes import Piece, PieceRead, check_pieces, cut_pieces
+from paramstore.engine.transfers.routes import Piece, PieceRead, check_pieces, cut_pieces, read_piece
 from paramstore.engine.transfers.runner import volume_lane, wake
 from paramstore.engine.transfers.scheduler import Transfer
 from paramstore.engine.transfers.transfers import Transfers
@@ -270,8 +270,7 @@ class Scrubber:
     async def _read(self, scrub: Scrub, extent: Extent, piece: Piece, header_bytes: int) -> PieceRead:
         """Reads and hashes one piece in a worker of its volume. Raises what the volume raised. The caller has looked the record up
         in this same turn of the loop, so that the extent pinned here is still the record's."""
-        target = scrub.buffer[: piece.end - piece.start]
-        run = partial(_read_piece, self._volumes[extent.volume], extent.offset_bytes, target, header_bytes, self._hashing)
+        run = partial(read_piece, self._volumes[extent.volume], extent.offset_bytes, scrub.buffer, header_bytes, self._hashing)
         self._space.pin(extent)
         result: PieceRead = await self._in_worker(scrub, extent.volume, run, piece, pinned=extent)
         return result
@@ -324,15 +323,6 @@ def buffer_bytes(part: Part) -> int:
     """Size of the buffer that holds the longest piece of a record. The first piece is the header, with a checksum for each MiB of
     the record, and a chunk: from records of 384 GiB on it is longer than any other piece."""
     return max(BUFFER_BYTES, part.header_bytes + CHUNK_BYTES + PAGE_BYTES)
-
-
-def _read_piece(
-    volume: Volume, offset_bytes: int, target: memoryview, header_bytes: int, hashing: Hashing, piece: Piece
-) -> PieceRead:
-    """Reads one piece of a record into `target` and hashes it. Runs in a worker."""
-    volume.read(offset_bytes + piece.start, (target,))
-    header = bytes(target[:header_bytes]) if piece.start == 0 else None
-    return PieceRead(piece.first_chunk, hashing.checksums(target, piece.chunks, piece.start), header)
 
 
 def _records_of(namespace: NamespaceState, key: ExpertKey) -> list[Located]:

@@ -2,9 +2,7 @@
 
 - The file is a hint. One that is missing, damaged, of another version or another store is a cold start, and no error; a disk that
   takes none is told of once, in the log.
-- It is written at most every INTERVAL_S, if anything was counted since, and at the daemon's end. Threads of its own wait for the
-  disk, so no commit and no session ever does.
-- It is replaced in one step, after a flush: a crash at any moment leaves the old file or the new one.
+- It is written at most every INTERVAL_S, if anything was counted since, and at the daemon's end.
 - Namespaces are known by name, keys and epoch. Counts of one that is gone, or of an epoch that has not come yet, are left out.
 """
 
@@ -12,17 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, Future
-from contextlib import suppress
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
-from threading import Thread
-from typing import ParamSpec, TypeVar
-
-import aiofiles
-import aiofiles.os
 
 from paramstore.core.counts import Counts
 from paramstore.engine.planner.arenas import keep_counts
@@ -30,7 +22,7 @@ from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.errors import CapacityError, CorruptRecord
 from paramstore.policy.base import CountingPolicy
 from paramstore.storage.format.counts import COUNTS_BYTES_MAX, NamespaceCounts, pack_counts, unpack_counts
-from paramstore.storage.ownership import objection_to
+from paramstore.upkeep.hint_file import HintFile, Threads
 from paramstore.upkeep.scrubber import Pause
 
 logger = logging.getLogger(__name__)
@@ -40,30 +32,10 @@ INTERVAL_S = 10.0
 DISK_TIMEOUT_S = 5.0
 """How long the daemon's start waits for the file to be read, and its end for the file to be written."""
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 def counts_path(directory: Path) -> Path:
     """Where the counts of the store in `directory` lie."""
     return directory / "counts"
-
-
-class Threads(Executor):
-    """Runs each call in a thread of its own. One that hangs does not keep the process from its end, as a pool's would."""
-
-    def submit(self, function: Callable[P, T], /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()
-
-        def run() -> None:
-            try:
-                future.set_result(function(*arguments, **named))
-            except Exception as error:  # noqa: BLE001 - belongs to whoever waits for the call
-                future.set_exception(error)
-
-        Thread(target=run, name="paramstore-counts", daemon=True).start()
-        return future
 
 
 class Warmth:
@@ -75,10 +47,10 @@ class Warmth:
     ) -> None:  # fmt: skip
         """directory: the store's. namespaces: all of the store, by name. threads: run what may wait for the disk."""
         self._path = counts_path(directory)
+        self._file = HintFile(self._path, threads or Threads())
         self._namespaces = namespaces
         self._store_uuid = store_uuid
         self._pause = pause
-        self._threads = threads or Threads()
         self._task: asyncio.Task[None] | None = None
         self._resting: asyncio.Future[object] | None = None
         self._is_closing = False
@@ -90,12 +62,13 @@ class Warmth:
         """Takes over what the file has of the namespaces there are, none of them open yet, and begins to keep the file."""
         try:
             async with asyncio.timeout(DISK_TIMEOUT_S):
-                data = await asyncio.get_running_loop().run_in_executor(self._threads, _read, self._path)
+                data = await self._file.read(COUNTS_BYTES_MAX)
             found = unpack_counts(data, self._store_uuid)
         except FileNotFoundError:
             found = ()
         except (OSError, CorruptRecord) as error:
-            logger.warning("%s is not used, so the policies start cold: %s", self._path, str(error) or "the disk did not answer")
+            reason = str(error) or "the disk did not answer"
+            logger.warning("%s is not used, so the policies start cold: %s", self._path, reason)
             found = ()
         for counts in found:
             if (namespace := self._namespaces.get(counts.name)) is not None and _fits(counts, namespace):
@@ -138,8 +111,6 @@ class Warmth:
             self._is_behind = True
             if not self._has_failed:
                 logger.warning("%s cannot be written; the next daemon starts with older counts, or cold: %s", self._path, error)
-            with suppress(OSError):
-                await aiofiles.os.unlink(self._new_path, executor=self._threads)
         self._has_failed = self._is_behind
 
     async def _collect(self, namespace: NamespaceState) -> None:
@@ -156,45 +127,9 @@ class Warmth:
         keep_counts(namespace, parts)
 
     async def _replace(self) -> None:
-        """Puts a new file in place of the old one. Its directory need not be flushed: after a power cut either one may be there."""
+        """Puts a new file in place of the old one."""
         counted = [NamespaceCounts(one.name, one.epoch, one.keys, one.kept_counts) for one in self._namespaces.values()]
-        data = await asyncio.get_running_loop().run_in_executor(self._threads, pack_counts, self._store_uuid, counted)
-        with suppress(FileNotFoundError):  # what a crash has left
-            await aiofiles.os.unlink(self._new_path, executor=self._threads)
-        file = await aiofiles.open(self._new_path, "xb", opener=_open_private, executor=self._threads)
-        try:
-            await file.write(data)
-            await file.flush()
-            await aiofiles.os.wrap(os.fsync)(file.fileno(), executor=self._threads)
-        finally:
-            await file.close()
-        await aiofiles.os.replace(self._new_path, self._path, executor=self._threads)
-
-    @property
-    def _new_path(self) -> Path:
-        """Where the next file is written, until it is whole."""
-        return self._path.with_name(f"{self._path.name}.new")
-
-
-def _read(path: Path) -> bytes:
-    """Reads the file, and a byte more than it may have, if it is longer. One call: where a read hangs, so does its file's close,
-    and nobody may wait for that. Raises OSError."""
-    with open(path, "rb", opener=_open_ours) as file:
-        return file.read(COUNTS_BYTES_MAX + 1)
-
-
-def _open_private(path: str, flags: int) -> int:
-    """Opens a file that only this user may read. Whatever is there already is refused, since the file has to be a new one."""
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-
-def _open_ours(path: str, flags: int) -> int:
-    """Opens a file that is ours, without waiting for whatever else is there. Raises OSError."""
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if objection := objection_to(os.fstat(descriptor)):
-        os.close(descriptor)
-        raise OSError(f"it is not ours: {objection}")
-    return descriptor
+        await self._file.replace(partial(pack_counts, self._store_uuid, counted))
 
 
 def _fits(counts: NamespaceCounts, namespace: NamespaceState) -> bool:

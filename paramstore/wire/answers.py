@@ -27,6 +27,17 @@ class Granted(Message, tag="granted"):
     absent: int = 0
 
 
+class GrantedExtents(Message, tag="granted_extents"):
+    """The lease of extents is granted. extents: (volume, offset_bytes, length_bytes, epoch, version, root) of each key, in the
+    order asked; the record's image is at its start. sums: of each, the device sums of its chunks, 8 bytes each, little-endian
+    (`core.checksums`). volumes: those that this client sees for the first time; their read-only fds are attached."""
+
+    id: int
+    extents: list[tuple[int, int, int, int, int, int]]
+    sums: list[bytes]
+    volumes: list[int]
+
+
 class Lent(Message, tag="lent"):
     """The handle has `count` slots beyond its promise now. word: index of the session's word that says how many of them it may
     keep; a lower number there asks slots back. page_bytes: length of the page of words, where its fd is attached; else 0."""
@@ -66,4 +77,4 @@ class LeaseSlots(Message, tag="lease_slots"):
     slots: int
 
 
-Answer = Done | Granted | Lent | Uploaded | Failed | Unmap | LeaseSlots
+Answer = Done | Granted | GrantedExtents | Lent | Uploaded | Failed | Unmap | LeaseSlots

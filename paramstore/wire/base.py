@@ -31,10 +31,14 @@ ABSENT_MINOR = 9
 """The first minor in which a client understands how many keys of a lease were absent."""
 HEAT_MINOR = 10
 """The first minor in which an `InitializeBegin` says how much the records are to be used."""
+EXTENTS_MINOR = 10
+"""The first minor in which a daemon knows `AcquireExtents`."""
 MAGIC = "paramstore"
 
 KEYS_MAX = 1 << 17
 """The most keys in one request."""
+EXTENT_KEYS_MAX = 64
+"""The most keys in one request for extents: its answer brings a descriptor of each volume at most."""
 EXTRA_BYTES_MAX = 64 << 10
 SEGMENTS_PER_FRAME_MAX = 64
 STEP_WAITS_MAX = 64
@@ -43,6 +47,7 @@ LABEL_MAX = 64
 
 Key = tuple[int, int]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
+ExtentKeys = Annotated[list[Key], msgspec.Meta(max_length=EXTENT_KEYS_MAX)]
 Layers = Annotated[list[int], msgspec.Meta(max_length=KEYS_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max)]
 """A time to wait: neither nan nor minus infinity."""

@@ -1,7 +1,7 @@
 """Every message that crosses the socket. `docs/protocol.md` describes the conversation; these messages are the contract.
 
-A request carries `id`, chosen by the client, unique among its unanswered requests, never 0. The daemon answers each with
-one `Done`, `Granted`, `Lent`, `Uploaded` or `Failed` of the same id, in any order: a ticket stands for one request.
+A request carries `id`, chosen by the client, unique among its unanswered requests, never 0. The daemon answers each with one
+`Done`, `Granted`, `GrantedExtents`, `Lent`, `Uploaded` or `Failed` of the same id, in any order: a ticket stands for one request.
 `Release`, `GiveBack`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. Unasked the daemon sends `Unmap` (before minor 4 also
 `LeaseSlots`), and `Failed` with id 0, which says why it hangs up.
 
@@ -14,6 +14,7 @@ from paramstore.wire.answers import Answer as Answer
 from paramstore.wire.answers import Done as Done
 from paramstore.wire.answers import Failed as Failed
 from paramstore.wire.answers import Granted as Granted
+from paramstore.wire.answers import GrantedExtents as GrantedExtents
 from paramstore.wire.answers import LeaseSlots as LeaseSlots
 from paramstore.wire.answers import Lent as Lent
 from paramstore.wire.answers import Unmap as Unmap
@@ -25,6 +26,8 @@ from paramstore.wire.applies import EndApply as EndApply
 from paramstore.wire.applies import EndLayers as EndLayers
 from paramstore.wire.base import ABSENT_MINOR as ABSENT_MINOR
 from paramstore.wire.base import BOUND_MINOR as BOUND_MINOR
+from paramstore.wire.base import EXTENT_KEYS_MAX as EXTENT_KEYS_MAX
+from paramstore.wire.base import EXTENTS_MINOR as EXTENTS_MINOR
 from paramstore.wire.base import EXTRA_BYTES_MAX as EXTRA_BYTES_MAX
 from paramstore.wire.base import FOLLOW_MINOR as FOLLOW_MINOR
 from paramstore.wire.base import HEAT_MINOR as HEAT_MINOR
@@ -49,6 +52,7 @@ from paramstore.wire.base import Message as Message
 from paramstore.wire.base import VisitPairs as VisitPairs
 from paramstore.wire.requests import Abort as Abort
 from paramstore.wire.requests import Acquire as Acquire
+from paramstore.wire.requests import AcquireExtents as AcquireExtents
 from paramstore.wire.requests import Borrow as Borrow
 from paramstore.wire.requests import Cancel as Cancel
 from paramstore.wire.requests import CloseNamespace as CloseNamespace

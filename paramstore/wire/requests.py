@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from paramstore.wire.applies import Apply, AwaitRoom, BeginApply, EndApply, EndLayers
-from paramstore.wire.base import Key, Keys, Message, Seconds, VisitPairs
+from paramstore.wire.base import ExtentKeys, Key, Keys, Message, Seconds, VisitPairs
 from paramstore.wire.steps import (
     AwaitStep,
     Commit,
@@ -188,6 +188,15 @@ class Release(Message, tag="release"):
     leases: list[int]
 
 
+class AcquireExtents(Message, tag="acquire_extents"):
+    """Leases the extents of the records that the handle sees of these keys. From EXTENTS_MINOR on. Answered by GrantedExtents; this
+    request's id names the lease until it is released. Errors: LeaseError, SchemaMismatch, CapacityError."""
+
+    id: int
+    handle: int
+    keys: ExtentKeys
+
+
 class Borrow(Message, tag="borrow"):
     """Asks for `count` lease slots in all beyond the handle's promise, those among them that it has borrowed. Answered by Lent: as
     many as can be lent now, and no fewer than it has. A writer is lent nothing."""
@@ -350,7 +359,8 @@ class DeviceReport(Message, tag="device"):
 Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CreateRank | OpenRank | CloseNamespace | Refresh | AwaitStep
     | OpenUpload
-    | InitializeBegin | InitializePut | InitializeSave | InitializeEnd | Prefetch | Acquire | Release | Borrow | GiveBack
+    | InitializeBegin | InitializePut | InitializeSave | InitializeEnd | Prefetch | Acquire | AcquireExtents
+    | Release | Borrow | GiveBack
     | Cancel | Push | GradientNorm | Apply | BeginApply | EndLayers | AwaitRoom | EndApply | Abort | WriteBack | Evict | Protect
     | DeclareSchedule
     | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots | Read | Residency | Stats

@@ -33,7 +33,7 @@ class Desk:
     """
 
     def __init__(self, **machine: Any) -> None:
-        self.machine = Machine(seed=1, volume_size_bytes=14 << 20, **machine)
+        self.machine = Machine(seed=1, **{"volume_size_bytes": 14 << 20, **machine})
         self.store: Store = self.machine.start()
         self.service = self.machine.service
         self.store.host.memory = HostMemory(SMALL_PAGES)  # what a client maps must be a memfd

@@ -191,7 +191,7 @@ class Scene:
             "momentum": 0.0, "dampening": 0.0, "nesterov": False, "lr_decay": 0.0, "initial_accumulator_value": 0.0, "slots": 2,
             "device": "cpu", "experts_ahead": 1, "clock": None, "policy": "lru", "layer": 0, "expert_fn": None,
             "min_lease_slots": 0, "expert_memory": None, "residency": "auto", "dense": None, "directory": None, "cache_shape": None,
-            "speculation": True, "max_lease_slots": None, "heat": None,
+            "speculation": True, "max_lease_slots": None, "heat": None, "reads": "host", "device_report.namespace": self.ns,
             "param_schema.fields": {"w": ((2,), "float32")}, "Schema.param.fields": {"w": ((2,), "float32")},
             "Schema.check_options.options": ps.AdamW(), "RingMemory.layers": None, "RingMemory.experts": [1],
             "DeviceTier.layers": None, "dtype": torch.bfloat16,

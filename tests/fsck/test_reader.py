@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from paramstore.core.checksums import header_root
 from paramstore.core.key import KeySpace
 from paramstore.core.location import Identity
 from paramstore.core.schema import Schema
@@ -71,7 +72,7 @@ def test_a_header_says_what_was_written() -> None:
         STORE, "moe", (3, 17), 2, 41, 9,
     )  # fmt: skip
     assert (header.record_bytes, header.checksums) == (SCHEMA.record_bytes, HEADER.checksums)
-    assert header.root == written.header_root(data)
+    assert header.root == header_root(data)
     assert header.header_bytes == header_bytes(data, room_bytes=len(data)) == len(data)
 
 

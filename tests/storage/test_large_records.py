@@ -12,6 +12,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from paramstore.bench.process import resident_bytes
+from paramstore.core.checksums import header_root
 from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import CHUNK_BYTES, HEADER_FIXED_BYTES, PAGE_BYTES, Part, Schema
@@ -34,7 +35,7 @@ from paramstore.optim.tensors import field_tensor
 from paramstore.optim.update import update
 from paramstore.storage.catalog.base import Change, Row
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
-from paramstore.storage.format.structures import Header, check_header, header_root, pack_header, unpack_header
+from paramstore.storage.format.structures import Header, check_header, pack_header, unpack_header
 from paramstore.storage.space.extents import Space
 from paramstore.storage.volume.backing_file import volume_path
 from paramstore.storage.volume.base import Volume

@@ -23,7 +23,8 @@ from paramstore.fsck import check
 from paramstore.policy.schedule import Schedule
 from paramstore.storage.format.counts import pack_counts
 from paramstore.upkeep import warmth as warmth_module
-from paramstore.upkeep.warmth import INTERVAL_S, Threads, Warmth, counts_path
+from paramstore.upkeep.hint_file import Threads
+from paramstore.upkeep.warmth import INTERVAL_S, Warmth, counts_path
 from paramstore_testkit.disks.machine import MIB, Machine
 from paramstore_testkit.stores.assembled import config, with_store
 from paramstore_testkit.stores.small_host import OPAQUE

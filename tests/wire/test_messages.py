@@ -32,6 +32,9 @@ EXAMPLES: dict[object, Any] = {
     "dict[str, Any]": {"kind": "param"},
     "list[tuple[int, int]]": [(1, 4096)],
     "list[tuple[int, int, int, int]]": [(1, 2, 3, 4)],
+    "ExtentKeys": [(0, 1), (2, 3)],
+    "list[tuple[int, int, int, int, int, int]]": [(1, 4096, 8192, 4, 5, (1 << 64) - 1)],
+    "list[bytes]": [bytes(8), b"\xff" * 16],
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from paramstore.bench.report.rows import SUBJECT, Row
 from paramstore.memory.arena import allocate_shared, probe_pages
 from paramstore.memory.shared import Mapping
 from paramstore_bench.device.place import Place
-from paramstore_bench.device.plan import Plan, absent, yes_or_no
+from paramstore_bench.device.plan import Plan, yes_or_no
 from paramstore_client.device.copier import (
     REACHED,
     REGISTER_DEFAULT,
@@ -151,32 +150,3 @@ def copy_experts(copier: Copier, targets: Sequence[Tensor], sources: Sequence[Te
     mark = [copier.copy([pair], after=REACHED) for pair in zip(targets, sources, strict=True)][-1]
     mark.wait_on_host()
     return Sample(sum(source.nbytes for source in sources), time.perf_counter() - started_s)
-
-
-def measure_kvikio(place: Place, plan: Plan, directory: Path) -> Iterator[Row]:
-    """Measures GPUDirect Storage by kvikio, or its compatibility mode, if it is installed."""
-    try:
-        import kvikio
-        import kvikio.cufile_driver
-    except ImportError as error:
-        yield absent("read into the device by kvikio", f"kvikio cannot be imported: {error}")
-        return
-    path = directory / "kvikio"
-    path.write_bytes(os.urandom(plan.copy_bytes))
-    target = torch.empty(plan.copy_bytes, dtype=torch.uint8, device=place.device)
-    rates = []
-    for _ in range(plan.rounds):
-        started_s = time.perf_counter()
-        with kvikio.CuFile(str(path), "r") as file:
-            read_bytes = file.read(target)
-        place.finish()
-        assert read_bytes == plan.copy_bytes
-        rates.append(plan.copy_bytes / (time.perf_counter() - started_s))
-    is_equal = target.cpu().numpy().tobytes() == path.read_bytes()
-    path.unlink()
-    mode = f"compat_mode {kvikio.defaults.get('compat_mode')}, GDS available: {kvikio.cufile_driver.get('is_gds_available')}"
-    yield Row(
-        name="read into the device by kvikio", case="through the page cache where it is in compat mode", subject="kvikio",
-        value=statistics.median(rates) / 1e9, unit="GB/s", record_bytes=plan.copy_bytes,
-        note=f"kvikio {kvikio.__version__}, {mode}, bytes equal: {is_equal}",
-    )  # fmt: skip

@@ -17,14 +17,17 @@ from torch.nn import functional
 
 import paramstore as ps
 from paramstore.bench.report.rows import SUBJECT, Row
+from paramstore.core.checksums import device_sums as on_host
+from paramstore.core.checksums import pack_sums
 from paramstore_bench.device.place import Place
 from paramstore_bench.device.plan import MIB, Plan, absent
 from paramstore_client.device.copier import make_copier
 from paramstore_client.device.slots import DeviceSlots
+from paramstore_client.extents.sums import device_sums, multipliers_on
+from paramstore_client.extents.volume_reads import bytes_of
 from paramstore_client.hf.model.kernels import ExpertStack, StackedField
 
 TOP_K = 4
-CHUNK_WORDS = MIB // 4
 
 
 def measure_groups(place: Place, plan: Plan, directory: Path) -> Iterator[Row]:
@@ -119,20 +122,20 @@ def measure_fp8(place: Place, plan: Plan, directory: Path) -> Iterator[Row]:
 
 
 def measure_sums(place: Place, plan: Plan, directory: Path) -> Iterator[Row]:
-    """Measures sums of 32-bit words times fixed odd numbers, modulo 2^64, a chunk of 1 MiB each: nothing checks by them yet."""
-    generator = torch.Generator().manual_seed(1)
-    odd_C = torch.randint(-(2**62), 2**62, (CHUNK_WORDS,), generator=generator).mul_(2).add_(1)
-    words_NC = torch.randint(-(2**31), 2**31, (plan.copy_bytes // MIB, CHUNK_WORDS), generator=generator).int()
-    there_NC, odd_there_C = words_NC.to(place.device), odd_C.to(place.device)
+    """Measures device sums, by which records are proven that were read past the daemon, of one record, a chunk of 1 MiB each."""
+    part = ps.param_schema({"w": ((plan.copy_bytes // MIB * MIB,), torch.uint8)}).stored
+    image_B = torch.randint(0, 256, (part.image_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    there_B, odd_there_C = image_B.to(place.device), multipliers_on(place.device)
 
     def sums() -> Tensor:
-        return torch.stack([(words_C.long() * odd_there_C).sum() for words_C in there_NC])
+        return device_sums(there_B, part, odd_there_C)
 
-    expected = torch.stack([(words_C.long() * odd_C).sum() for words_C in words_NC])
+    expected = on_host(bytes_of(image_B), part.chunks())
+    is_equal = pack_sums([one % (1 << 64) for one in sums().tolist()]) == pack_sums(expected)
     seconds = _median_s(place, plan, sums)
     yield Row(
         name="sums of what the device holds", case="plain torch", subject="torch", value=plan.copy_bytes / seconds / 1e9,
-        unit="GB/s", note=f"equal to those of the host: {torch.equal(sums().cpu(), expected)}",
+        unit="GB/s", note=f"equal to those of the host: {is_equal}",
     )  # fmt: skip
 
 

@@ -17,7 +17,18 @@ from typing import Any
 
 from paramstore.errors import ParamStoreError, ProtocolError, StoreUnavailable, from_wire
 from paramstore.wire.codec import LENGTH, decode_answer, first_body
-from paramstore.wire.messages import SEGMENTS_PER_FRAME_MAX, Answer, Done, Failed, Granted, LeaseSlots, Lent, Unmap, Uploaded
+from paramstore.wire.messages import (
+    SEGMENTS_PER_FRAME_MAX,
+    Answer,
+    Done,
+    Failed,
+    Granted,
+    GrantedExtents,
+    LeaseSlots,
+    Lent,
+    Unmap,
+    Uploaded,
+)
 from paramstore_client.connection.segments import Segments, close_all
 
 READ_BYTES = 64 << 10
@@ -27,7 +38,7 @@ WAY_ON = "call store.reconnect(), then open the namespaces again"
 """Advice in errors: how a program goes on after the connection was lost."""
 ANCILLARY_BYTES = socket.CMSG_SPACE(SEGMENTS_PER_FRAME_MAX * FD_BYTES)
 
-Answered = Done | Granted | Lent | Uploaded
+Answered = Done | Granted | GrantedExtents | Lent | Uploaded
 """An answer that is no error."""
 Read = tuple[bytes, list[tuple[int, int, bytes]], int, Any]
 """What one `recvmsg` gives: bytes, ancillary data, flags and an address, which is of no use here."""
@@ -166,10 +177,12 @@ class Inbox:
             return
         unhandled, (_, count) = self._unhandled, self._first
         if len(unhandled.fds) < count:
-            raise ProtocolError(f"a message names {count} new segments, {len(unhandled.fds)} file descriptors came with it")
+            raise ProtocolError(f"a message names {count} new files, {len(unhandled.fds)} file descriptors came with it")
         fds, noted = unhandled.fds[:count], unhandled.taken_in
         if isinstance(answer, Granted):
             self._segments.begin_lease(answer.id, answer.slots, answer.segments, fds, noted=noted)
+        elif isinstance(answer, GrantedExtents):
+            self._segments.adopt_volumes(answer.volumes, fds, noted=noted)
         elif isinstance(answer, Uploaded):
             self._segments.adopt_upload(answer.segment, answer.length_bytes, *fds, noted=noted)
         elif answer.page_bytes:
@@ -180,6 +193,8 @@ def fd_count(answer: Answer) -> int:
     """How many file descriptors come with an answer."""
     if isinstance(answer, Granted):
         return len(answer.segments)
+    if isinstance(answer, GrantedExtents):
+        return len(answer.volumes)
     return int(isinstance(answer, Uploaded) or (isinstance(answer, Lent) and bool(answer.page_bytes)))
 
 

@@ -23,6 +23,7 @@ from operator import call
 from paramstore.errors import LeaseError, ProtocolError, StoreUnavailable
 from paramstore.memory.shared import Mapping
 from paramstore.memory.words import word_of
+from paramstore_client.connection.volume_file import VolumeFile
 from paramstore_client.source import LeaseKeeper
 
 Slot = tuple[int, int, int, int]
@@ -40,6 +41,7 @@ class Segments:
         self._leased: dict[int, Mapping] = {}
         self._uploads: dict[int, Mapping] = {}
         self._words: Mapping | None = None
+        self._volumes: dict[int, VolumeFile] = {}
         self._live: dict[int, list[Slot]] = {}
         self._given_up: set[int] = set()
         self._closing: dict[int, Mapping] = {}
@@ -64,6 +66,20 @@ class Segments:
         if self._words is not None:
             raise ProtocolError("a second page of words was sent")
         noted.extend(map(setattr, (self,), ("_words",), (page,)))
+
+    def adopt_volumes(self, volumes: Sequence[int], fds: Sequence[int], *, noted: Noted) -> None:
+        """Takes descriptors of volumes, which stay open; the client has its own of each. noted: gets an item in the step that takes
+        them in. Raises ProtocolError if a volume was sent before."""
+        if set(volumes) & self._volumes.keys() or len(set(volumes)) < len(volumes):
+            raise ProtocolError(f"of volumes {list(volumes)} one was sent twice")
+        files = {volume: VolumeFile(fd) for volume, fd in zip(volumes, fds, strict=True)}
+        noted.extend(map(call, (partial(self._volumes.update, files),)))
+
+    def volume(self, index: int) -> VolumeFile:
+        """The file of a volume that a lease of extents names. Raises ProtocolError where it was never sent."""
+        if index not in self._volumes:
+            raise ProtocolError(f"a lease of extents names volume {index}, which was never sent")
+        return self._volumes[index]
 
     def word(self, index: int) -> Sequence[int]:
         """A word of the session's page, as a sequence of one number that the daemon changes. Raises ProtocolError where there is no
@@ -171,6 +187,7 @@ class Segments:
         for mapping in self._uploads.values():
             mapping.close()
         self._uploads.clear()
+        self._volumes.clear()
         if self._words is not None:
             self._words.close()
             self._words = None

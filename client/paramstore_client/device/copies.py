@@ -23,16 +23,21 @@ from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held
 from paramstore_client.device.copier import REACHED, Mark
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
+from paramstore_client.extents.record_source import RecordSource
 from paramstore_client.source import HostSource, WeightLease
 
 
 class DeviceCopies:
     """Carries out what a plan decides. Owner of the slots, of the copies in them, and of the host leases under way."""
 
-    def __init__(self, namespace: HostSource, plan: SlotPlan, slots: DeviceSlots) -> None:
+    def __init__(
+        self, namespace: HostSource, plan: SlotPlan, slots: DeviceSlots, *, records: RecordSource | None = None
+    ) -> None:
+        """records: where what is demanded is read from, past the host; None for host leases alone."""
         self.bytes_copied = 0
         self.plan = plan
         self._namespace = namespace
+        self._records = records
         self._device = slots.device
         self._slots: DeviceSlots | None = slots
         self._copies: dict[Held, DeviceCopy] = {}
@@ -108,8 +113,8 @@ class DeviceCopies:
     def fill(self, loads: Sequence[Held], timeout_s: float | None) -> None:
         """Copies those of `loads` that were not copied yet. Where it fails, what was copied stays, and the rest is given up."""
         if loads := [held for held in loads if held not in self._copies]:
-            lease_from_host = partial(self._lease_from_host, timeout_s=timeout_s)
-            self._fill(loads, partial(self._copy, lease_from_host=lease_from_host))
+            from_host = partial(self._copy, lease_from_host=partial(self._lease_from_host, timeout_s=timeout_s))
+            self._fill(loads, from_host if self._records is None else partial(self._read, self._records, from_host))
 
     def fill_ahead(self, loads: Sequence[Held]) -> None:
         """Copies `loads`, new and at most `ahead_keys`, which were on the host, and waits for nothing: those that the host has
@@ -163,6 +168,23 @@ class DeviceCopies:
             if half := len(chunk) // 2:
                 self._copy_those_there(chunk[:half])
                 self._copy_those_there(chunk[half:])
+
+    def _read(self, records: RecordSource, from_host: Callable[[Sequence[Held]], None], chunk: Sequence[Held]) -> None:
+        """Reads records into slots from the volumes; those that cannot be leased there come from the host."""
+        for start in range(0, len(chunk), records.keys_at_once):
+            part, view = chunk[start : start + records.keys_at_once], self._namespace.view_change_count
+            lease = records.lease([held.key for held in part])  # type: ignore[misc]  # the names are keys here
+            if lease is None:
+                from_host(part)
+                continue
+            with lease:
+                for held in part:
+                    key: ExpertKey = held.key  # type: ignore[assignment]
+                    read = partial(records.reader.read, lease, key)
+                    self._copies[held] = self.slots.place_whole(key, read, checked_at=view)
+                    self._arriving.append(held)
+                    self.bytes_copied += lease.part.image_bytes
+        self.note_arrivals()
 
     def _copy(self, chunk: Sequence[Held], lease_from_host: Callable[[Sequence[ExpertKey]], WeightLease]) -> None:
         view = self._namespace.view_change_count

@@ -22,7 +22,7 @@ from paramstore.core.location import Identity
 from paramstore.core.schema import Field, Part
 from paramstore.core.slots import SlotTable
 from paramstore.errors import LeaseError
-from paramstore_client.device.copier import Copier, Mark
+from paramstore_client.device.copier import REACHED, Copier, Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class DeviceSlots:
     def __init__(self, part: Part, count: int, *, device: torch.device, copier: Copier, packed: Packed | None = None) -> None:
         with torch.inference_mode(False):  # else, made in such a block, they could not be written to behind it
             images = torch.zeros((count, part.image_bytes), dtype=torch.uint8, device=device)
+            self._images = images
             self.fields = {field.name: _over(images, field) for field in part.fields}
             self._staged: dict[str, Tensor] = {}
             if packed is not None and device.type != "cpu":
@@ -91,6 +92,18 @@ class DeviceSlots:
             self._table.free(slot)
             raise
         return DeviceCopy(key, slot, self._table.generation(slot), identity, ready, checked_at)
+
+    def place_whole(self, key: ExpertKey, read: Callable[[Tensor], Identity], *, checked_at: int) -> DeviceCopy:
+        """Has `read` fill the image of a free slot, of which there must be one, header included; it returns the identity. Waits on
+        the host for the slot's last use, as what reads is in no stream."""
+        slot = self._table.take()
+        try:
+            self._last_use[slot].wait_on_host()
+            identity = read(self._images[slot])
+        except BaseException:
+            self._table.free(slot)
+            raise
+        return DeviceCopy(key, slot, self._table.generation(slot), identity, REACHED, checked_at)
 
     def _fill(self, targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], *, after: Mark) -> Mark:
         if self._packed is None:

@@ -36,6 +36,7 @@ from paramstore_client.device.copier import make_copier
 from paramstore_client.device.copies import DeviceCopies
 from paramstore_client.device.device_lease import TURN_KEYS, DeviceLease, DeviceStats, DeviceTicket
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots, Packed
+from paramstore_client.extents.record_source import RecordSource
 from paramstore_client.handle.base import plain_keys
 from paramstore_client.quantized.packed import is_packed, packed_tensors, unpack_all, unpacked
 from paramstore_client.source import HostSource, load_ahead
@@ -91,8 +92,10 @@ class DeviceTier:
 
     slots: experts it has room for. policy: one of `paramstore.policy.make.SLOT_POLICIES`. layers: the order in which they are
     visited, for those policies that know one; default the namespace's. dtype: what quantized experts become in their slots (those
-    of a namespace whose schema is packed); others have their own. Used by one thread at a time (the autograd thread of a backward
-    counts as its caller's). Owner of the plan, the copies and the prefetches under way.
+    of a namespace whose schema is packed); others have their own. reads: "host", or "volumes": what a visit lacks is read from
+    the volumes into its slots and proven there, past the daemon's memory (readers of inference namespaces that are not packed,
+    where the daemon's `extent_leases` allow it); loads ahead come from the host still. Used by one thread at a time (the autograd
+    thread of a backward counts as its caller's). Owner of the plan, the copies and the prefetches under way.
 
     A hit costs no round trip while `namespace.view_change_count` stands still; when it has grown, each key is leased from the
     host once to compare identities, and copied again only if they differ. Host memory is registered with CUDA until the
@@ -104,13 +107,14 @@ class DeviceTier:
 
     def __init__(
         self, namespace: HostSource, slots: int, *, device: torch.device | str, policy: str = "decayed_lfu",
-        layers: Sequence[int] | None = None, dtype: torch.dtype = torch.bfloat16,
+        layers: Sequence[int] | None = None, dtype: torch.dtype = torch.bfloat16, reads: str = "host",
     ) -> None:  # fmt: skip
         if not isinstance(namespace, HostSource):
             raise wrong("namespace", namespace, "an open namespace")
         slots = whole_number("slots", slots, least=1)
         order = indices("layers", namespace.layers if layers is None else layers)
         computed = choice("dtype", str(dtype).removeprefix("torch."), PARAM_DTYPES)
+        is_past_host = choice("reads", reads, ("host", "volumes")) == "volumes"
         self._make_plan = partial(_plan_of, text("policy", policy), order)
         self.device = device_of(device)
         self.schema: Schema = namespace.schema
@@ -119,12 +123,15 @@ class DeviceTier:
         if is_packed(self.schema):
             self.schema = unpacked(namespace.schema, computed)
             self._packed = Packed(record, partial(unpack_all, packed_tensors(namespace.schema)))
+        if is_past_host and self._packed is not None:
+            raise wrong("reads", reads, "'host' for quantized experts, which are unpacked into slots")
+        self._records = RecordSource(namespace, self.device) if is_past_host else None  # type: ignore[arg-type]  # it looks
         self.layers: Sequence[int] = namespace.layers
         self.experts: int = namespace.experts
         self.namespace = namespace
         self._part = self.schema.part("param")
         self._copier = make_copier(self.device, bounce_bytes=record.image_bytes)
-        self.copies = DeviceCopies(namespace, self._make_plan(slots), self._make_slots(slots))
+        self.copies = DeviceCopies(namespace, self._make_plan(slots), self._make_slots(slots), records=self._records)
         self._prefetches: deque[DeviceTicket] = deque()
         self._touched: dict[ExpertKey, None] = {}
         self._acquire_count = 0
@@ -175,7 +182,8 @@ class DeviceTier:
         """For people: device, sizes, how host memory is copied, and the counts."""
         return {
             "device": str(self.device), "slots": self.slots.count, "free_slots": self.slots.free_count,
-            "bytes": self.slots.bytes, "host_memory": self._copier.describe(), **asdict(self.stats),
+            "bytes": self.slots.bytes, "host_memory": self._copier.describe(),
+            "volumes": self._records.describe() if self._records is not None else "", **asdict(self.stats),
         }  # fmt: skip
 
     # --- the source's calls ---

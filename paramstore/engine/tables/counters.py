@@ -36,6 +36,8 @@ class NamespaceStats:
     optim: PartStats = field(default_factory=PartStats)
     bytes_read: int = 0
     bytes_written: int = 0
+    records_read_for_sums: int = 0
+    """Records that were read for nothing but their device sums, as a client leased the extent first."""
     records_updated: int = 0
     records_caught_up: int = 0
     """Updates in `records_updated` that had no gradient: the record made steps with a gradient of zeros only."""

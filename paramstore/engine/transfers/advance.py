@@ -165,12 +165,11 @@ class Advancer:
     def _read(self, advance: Advance, buffer: memoryview) -> None:
         move = advance.move
         assert move.located is not None
-        part = move.namespace.schema.stored
         transfer = self._reads.whole(
-            part, move.located.extent, buffer, urgency=advance.urgency, deadline_s=move.deadline_s,
+            move.namespace, advance.copy.key, move.located, buffer, urgency=advance.urgency, deadline_s=move.deadline_s,
             settle=partial(self._settle_read, advance, buffer),
         )  # fmt: skip
-        self._submit(advance, transfer, bytes_moved=part.image_bytes)
+        self._submit(advance, transfer, bytes_moved=move.namespace.schema.record_bytes)
 
     def _submit(self, advance: Advance, transfer: Transfer, *, bytes_moved: int) -> None:
         advance.transfer = transfer

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+from paramstore.core.checksums import device_sums
 from paramstore.core.schema import Chunk
 from paramstore.storage.format.structures import chunk_checksums
 from paramstore.turns import Turns
@@ -29,6 +30,11 @@ class Hashing:
         """Waits for a turn, then returns what `storage.format.structures.chunk_checksums` does."""
         with self._turns:
             return chunk_checksums(image, chunks, base_bytes)
+
+    def device_sums(self, image: memoryview, chunks: Sequence[Chunk], base_bytes: int = 0) -> list[int]:
+        """Waits for a turn, then returns what `core.checksums.device_sums` does."""
+        with self._turns:
+            return device_sums(image, chunks, base_bytes)
 
     @contextmanager
     def beside(

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from paramstore.core.checksums import header_root
 from paramstore.core.location import Extent
 from paramstore.core.schema import ITEM_BYTES, MASTER_DTYPE, PAGE_BYTES, Chunk, Part, Schema, round_up
 from paramstore.engine.transfers.buffers import Staging
 from paramstore.engine.transfers.hashing import Hashing
-from paramstore.storage.format.structures import Header, check_checksums, header_root, pack_header
+from paramstore.storage.format.structures import Header, check_checksums, pack_header
 from paramstore.storage.volume.base import Volume
 
 HASHED_BESIDE_BYTES = 4 << 20
@@ -33,11 +34,13 @@ class Piece(NamedTuple):
 
 
 class PieceRead(NamedTuple):
-    """The result of reading a piece: the checksums of its chunks, and the header if it is the first piece."""
+    """The result of reading a piece: the checksums of its chunks, the header if it is the first piece, and the device sums of the
+    chunks if they were asked for."""
 
     first_chunk: int
     checksums: list[int]
     header: bytes | None
+    sums: list[int] | None = None
 
 
 @lru_cache(maxsize=256)
@@ -92,14 +95,18 @@ def cut_for_hashing(piece: Piece) -> tuple[Piece, ...]:
 
 
 class ImageRead:
-    """Reads an extent into a slot, or buffer, of the same stored part: header and fields, as they are."""
+    """Reads an extent into a slot, or buffer, of the same stored part: header and fields, as they are. makes_sums: whether device
+    sums are computed beside the checksums."""
 
-    def __init__(self, volume: Volume, extent: Extent, image: memoryview, header_bytes: int, hashing: Hashing) -> None:
+    def __init__(
+        self, volume: Volume, extent: Extent, image: memoryview, header_bytes: int, hashing: Hashing, *, makes_sums: bool = False
+    ) -> None:
         self._volume = volume
         self._offset_bytes = extent.offset_bytes
         self._image = image
         self._header_bytes = header_bytes
         self._hashing = hashing
+        self._makes_sums = makes_sums
 
     def run(self, piece: Piece) -> PieceRead:
         first, *rest = cut_for_hashing(piece)
@@ -111,12 +118,27 @@ class ImageRead:
         else:
             checksums = self._hashing.checksums(target, first.chunks, first.start)
         header = bytes(target[: self._header_bytes]) if piece.start == 0 else None
-        return PieceRead(piece.first_chunk, checksums, header)
+        image = self._image[piece.start : piece.end]
+        sums = self._hashing.device_sums(image, piece.chunks, piece.start) if self._makes_sums else None
+        return PieceRead(piece.first_chunk, checksums, header, sums)
 
     def _read(self, piece: Piece) -> memoryview:
         target = self._image[piece.start : piece.end]
         self._volume.read(self._offset_bytes + piece.start, (target,))
         return target
+
+
+def read_piece(
+    volume: Volume, offset_bytes: int, target: memoryview, header_bytes: int, hashing: Hashing, piece: Piece, *,
+    makes_sums: bool = False,
+) -> PieceRead:  # fmt: skip
+    """Reads one piece of the record at `offset_bytes` to the start of `target`, and hashes it. Runs in a worker."""
+    target = target[: piece.end - piece.start]
+    volume.read(offset_bytes + piece.start, (target,))
+    header = bytes(target[:header_bytes]) if piece.start == 0 else None
+    checksums = hashing.checksums(target, piece.chunks, piece.start)
+    sums = hashing.device_sums(target, piece.chunks, piece.start) if makes_sums else None
+    return PieceRead(piece.first_chunk, checksums, header, sums)
 
 
 class MasterRead:

@@ -17,6 +17,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.location import Located
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.tables.copies import ParamCopy, WorkingCopy
+from paramstore.engine.tables.device_sums import DeviceSums
 from paramstore.engine.tables.moves import Move, MoveKind
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import PrefetchRequest, Urgency
@@ -55,7 +56,7 @@ class Transfers:
 
     def __init__(
         self, planner: Planner, runner: Runner, volumes: Mapping[int, Volume], buffers: Buffers, *, store_uuid: bytes,
-        piece_bytes: int, hashing: Hashing, log: TransferLog,
+        piece_bytes: int, hashing: Hashing, log: TransferLog, sums: DeviceSums | None = None,
     ) -> None:  # fmt: skip
         self._planner = planner
         self._deciding = _Deciding(self, planner)
@@ -69,7 +70,8 @@ class Transfers:
         self._store_uuid = store_uuid
         self._piece_bytes = piece_bytes
         self._hashing = hashing
-        self._reads = RecordReads(volumes, store_uuid=store_uuid, piece_bytes=piece_bytes, hashing=hashing)
+        self.sums = sums or DeviceSums(is_kept=False)
+        self._reads = RecordReads(volumes, store_uuid=store_uuid, piece_bytes=piece_bytes, hashing=hashing, sums=self.sums)
         self.traffic = self._reads.traffic
         self.advancer = Advancer(self._reads, runner, planner.space, buffers, log, settle=self._settle_made, drain=self.carry_out)
         self._under_way: dict[ParamCopy | WorkingCopy, tuple[Move, Transfer]] = {}
@@ -143,8 +145,8 @@ class Transfers:
         self.space.pin(extent)
         settle = self._settle_load_param if isinstance(move.subject, ParamCopy) else self._settle_load_working
         transfer = self._reads.whole(
-            move.namespace.schema.stored, extent, self._slot_view(move), urgency=move.urgency, deadline_s=move.deadline_s,
-            settle=partial(settle, move),
+            move.namespace, move.subject.key, move.located, self._slot_view(move), urgency=move.urgency,
+            deadline_s=move.deadline_s, settle=partial(settle, move),
         )  # fmt: skip
         self._submit(move, transfer)
 
@@ -282,7 +284,7 @@ class Transfers:
         extent = located.extent
         future = asyncio.get_running_loop().create_future()
         transfer = self._reads.whole(
-            namespace.schema.stored, extent, target, urgency=Urgency.DEMAND, settle=lambda _: wake(future)
+            namespace, key, located, target, urgency=Urgency.DEMAND, settle=lambda _: wake(future)
         )
         transfer.light_bytes = 0  # it goes alone: loads that others wait for shall not wait for it
         self.space.pin(extent)
@@ -296,6 +298,21 @@ class Transfers:
         if transfer.error is not None:
             raise transfer.error
         return self._reads.check(namespace, key, located, transfer.results)
+
+    async def read_for_sums(self, namespace: NamespaceState, key: ExpertKey, located: Located) -> None:
+        """Reads and verifies a record, whose extent the caller has pinned, through a small buffer: its device sums are known then.
+        Raises VolumeError, CorruptRecord."""
+        results = []
+        for transfer in self._reads.pieces_for_sums(namespace, located):
+            future = asyncio.get_running_loop().create_future()
+            transfer.settle = lambda _, future=future: wake(future)  # type: ignore[misc]
+            self.runner.submit(transfer)
+            await asyncio.shield(future)
+            if transfer.error is not None:
+                raise transfer.error
+            results += transfer.results
+        self._reads.check(namespace, key, located, results)
+        namespace.stats.records_read_for_sums += 1
 
     # --- cancelling
 

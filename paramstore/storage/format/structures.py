@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 from xxhash import xxh3_64_intdigest
 
+from paramstore.core.checksums import header_root
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.location import Identity
 from paramstore.core.schema import CHECKSUM_BYTES, CHUNK_BYTES, HEADER_FIXED_BYTES, PAGE_BYTES, Chunk, Part, Schema, round_up
@@ -172,11 +173,6 @@ def unpack_header(data: Bytes, part: Part) -> Header:
         last_apply=last_apply,
         checksums=struct.unpack_from(f"<{count}Q", data, HEADER_FIXED_BYTES),
     )
-
-
-def header_root(data: Bytes) -> int:
-    """The root, by which the catalog proves a record: the xxh3 of its whole header. data: exactly the header."""
-    return int(xxh3_64_intdigest(data))
 
 
 def chunk_checksums(image: memoryview, chunks: Sequence[Chunk], base_bytes: int = 0) -> list[int]:

@@ -23,6 +23,7 @@ from paramstore.core.schema import round_up
 from paramstore.errors import CorruptCatalog
 from paramstore.storage.space.fences import Fences
 from paramstore.storage.space.preference import Preference
+from paramstore.storage.space.pins import Pins
 from paramstore.storage.space.volume_space import VolumeSpace
 from paramstore.storage.volume.base import ALIGNMENT_BYTES
 
@@ -57,7 +58,7 @@ class Space:
         self._entitled_bytes: dict[str, int] = {}
         self._is_short = False
         """Whether somebody found no space, and none was freed since."""
-        self._pins: dict[Extent, int] = {}
+        self.pins = Pins()
         self._leaving: dict[Extent, str] = {}
         """Extents that are released but still pinned, with their owners, for whom they count until they are free."""
         self.freed = 0
@@ -191,7 +192,7 @@ class Space:
             return  # so that whoever frees a failed step's extents need not know which of them are quarantined
         assert extent in self._taken, f"{describe(extent)} is not held"
         owner = self._taken.pop(extent)
-        if extent in self._pins:
+        if extent in self.pins:
             self._leaving[extent] = owner
         else:
             self._free(extent, owner)
@@ -206,16 +207,11 @@ class Space:
     def pin(self, extent: Extent) -> None:
         """Keeps the extent's bytes, which a transfer under way needs, until `unpin`; pins are counted."""
         assert self._is_held(extent), f"{describe(extent)} is not held"
-        self._pins[extent] = self._pins.get(extent, 0) + 1
+        self.pins.add(extent)
 
     def unpin(self, extent: Extent) -> None:
         """Ends one pin; frees the extent if it was released meanwhile and this was the last."""
-        count = self._pins[extent] - 1
-        if count:
-            self._pins[extent] = count
-            return
-        del self._pins[extent]
-        if extent in self._leaving:
+        if self.pins.remove(extent) and extent in self._leaving:
             self._free(extent, self._leaving.pop(extent))
 
     def quarantine(self, extent: Extent) -> None:
@@ -279,8 +275,8 @@ class Space:
 
     @property
     def has_leaving(self) -> bool:
-        """Whether released extents wait for their last pin to go."""
-        return bool(self._leaving)
+        """Whether released extents wait for nothing but the ends of transfers to be free."""
+        return any(self.pins.ends_by_itself(extent) for extent in self._leaving)
 
     def held_bytes(self, owner: str) -> int:
         """Bytes that `owner` has reserved or occupied and that are not free again."""

@@ -184,6 +184,13 @@ class BackingFile:
         finally:
             os.close(descriptor)
 
+    def open_to_read(self) -> int:
+        """Opens the file once more, read-only; the caller owns the descriptor. Raises VolumeError."""
+        try:
+            return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise VolumeError(f"{self.place} cannot be opened to be read: {error.strerror}") from error
+
     def set_direct(self, is_direct: bool) -> None:
         """Makes transfers bypass the page cache, or go through it. Raises OSError where the file system refuses."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~os.O_DIRECT

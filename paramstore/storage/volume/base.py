@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paramstore.core.location import Tier
 from paramstore.errors import VolumeError
@@ -99,6 +99,15 @@ class Volume(Protocol):
 
     def close(self) -> None:
         """Closes the file and the mapping. No other call may follow."""
+        ...
+
+
+@runtime_checkable
+class HasFile(Protocol):
+    """A volume whose extents a client may read from its file."""
+
+    def open_to_read(self) -> int:
+        """Opens the file once more, read-only; whoever calls owns the descriptor. Raises VolumeError."""
         ...
 
 

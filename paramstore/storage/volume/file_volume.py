@@ -106,6 +106,9 @@ class FileVolume:
         with self._growing:
             self._file.allocate(size_bytes)
 
+    def open_to_read(self) -> int:
+        return self._file.open_to_read()
+
     def describe(self) -> dict[str, object]:
         return {
             "index": self.index,

@@ -103,6 +103,9 @@ class PmemVolume:
             if self._file.size_bytes > self._mapping.size_bytes:
                 self._mapping = self._map(self._file.size_bytes)
 
+    def open_to_read(self) -> int:
+        return self._file.open_to_read()
+
     def describe(self) -> dict[str, object]:
         return {
             "index": self.index,

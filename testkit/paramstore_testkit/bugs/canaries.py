@@ -19,6 +19,7 @@ import paramstore.engine.transfers.arithmetic
 import paramstore.engine.transfers.record_reads
 import paramstore.storage.format.structures
 from paramstore.config import BUG_VARIABLE
+from paramstore.core.checksums import header_root
 from paramstore.core.residency import Working
 from paramstore.daemon.peer import Peer
 from paramstore.engine.planner import working_copies
@@ -269,7 +270,7 @@ def _skip_root_check() -> list[Patch]:
     check_header = paramstore.storage.format.structures.check_header
 
     def check_but_root(data: Any, *, part: Any, root: int, **named: Any) -> Any:
-        found = paramstore.storage.format.structures.header_root(memoryview(data)[: part.header_bytes])
+        found = header_root(memoryview(data)[: part.header_bytes])
         return check_header(data, part=part, root=found, **named)
 
     return [(paramstore.engine.transfers.record_reads, "check_header", check_but_root)]
@@ -278,7 +279,7 @@ def _skip_root_check() -> list[Patch]:
 def _skip_identity_check() -> list[Patch]:
     def check_root_only(data: Any, *, part: Any, root: int, **_: Any) -> Any:
         header = unpack_header(data, part)
-        if paramstore.storage.format.structures.header_root(memoryview(data)[: part.header_bytes]) != root:
+        if header_root(memoryview(data)[: part.header_bytes]) != root:
             raise CorruptRecord("header root")
         return header
 

@@ -66,7 +66,7 @@ class Machine:
         self, *, seed: int | None = None, volume_count: int = 1, volume_bytes: int = 14 * MIB, host_budget_bytes: int = 64 * MIB,
         policy: str = "lru", wait_timeout_s: float = 5.0, volume_size_bytes: int | None = None,
         prefill: bool = False, retained_steps: int = RETAINED_STEPS, held_steps: int = HELD_STEPS, scrub_days: float = 0.0,
-        reader_slots: int | None = None,
+        reader_slots: int | None = None, extent_leases: int = 0,
     ) -> None:  # fmt: skip
         """scrub_days: above 0 there is a patrol, whose timer would keep every store that a crash has left."""
         self.seed = seed
@@ -79,6 +79,7 @@ class Machine:
             dir=Path("/nowhere"), host_budget_bytes=host_budget_bytes, prefill=prefill, policy=PolicyConfig(name=policy),
             wait_timeout_s=wait_timeout_s, volume_size_bytes=volume_size_bytes,
             retained_steps=retained_steps, held_steps=held_steps, scrub_days=scrub_days, reader_slots=reader_slots,
+            extent_leases=extent_leases,
         )  # fmt: skip
         self.speed_classes: dict[int, int] = {}
         """Speed class of each volume, from the next start on; empty for volumes that are alike."""

@@ -87,7 +87,7 @@ def check_baseline(machine: SimMachine) -> None:
     planner, host = store.transfers._planner, store.host
     left = {
         "sessions": len(server._sessions), "transfers": len(store.transfers.runner.under_way), "running": machine.workers.running,
-        "pins": len(planner.space._pins), "leaving": len(planner.space._leaving), "upload bytes": store.uploads.used_bytes,
+        "pins": len(planner.space.pins), "leaving": len(planner.space._leaving), "upload bytes": store.uploads.used_bytes,
         "orphan writes": planner.working.orphan_writes, "sockets": len(machine.network.sockets) - 1,
         "outbox": int(not planner.outbox.is_empty), "segments": len(machine.memory.segments) - len(host._segments),
     }  # fmt: skip

@@ -359,7 +359,7 @@ def test_a_commit_that_is_cancelled_in_its_cut_leaves_none(monkeypatch: pytest.M
         with pytest.raises(asyncio.CancelledError):
             await commit
         assert view.namespace.steps.cut is None
-        assert not store.transfers.space._pins
+        assert not store.transfers.space.pins
         await store.committer.commit(view, 3, b"")
         assert await versions(store, await reader(store)) == [3] * EXPERTS
 

@@ -65,7 +65,7 @@ def test_a_cancelled_prefetch_gives_up_the_advances_that_have_no_buffer() -> Non
         await store.access.wait_lease(request, 5.0)
         assert (await store.access.wait_prefetch(wanted))["loaded"] == 4
         assert stats.records_advanced == 5
-        assert not store.transfers._planner.space._pins
+        assert not store.transfers._planner.space.pins
 
     run(scenario())
 

@@ -177,7 +177,7 @@ def test_reading_back_fills_the_target_with_a_verified_record() -> None:
         site.fail("read")
         with pytest.raises(VolumeError):
             await site.store.reading.read(site.view, D, target)
-        assert site.store.transfers._planner.space._pins == {}
+        assert not site.store.transfers._planner.space.pins
 
     on_site(scenario)
 

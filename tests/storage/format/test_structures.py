@@ -6,6 +6,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
+from paramstore.core.checksums import header_root
 from paramstore.core.key import KeySpace
 from paramstore.core.location import Identity
 from paramstore.core.schema import CHUNK_BYTES, Part, Schema
@@ -29,7 +30,6 @@ from paramstore.storage.format.structures import (
     chunk_checksums,
     combine_roots,
     extents_start_bytes,
-    header_root,
     note_offsets,
     pack_description,
     pack_header,

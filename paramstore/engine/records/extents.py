@@ -1,0 +1,104 @@
+"""Leases of extents: a client reads records from the volumes itself, past the daemon's memory, and proves them where they land.
+
+- A leased extent is pinned: its bytes stay, whatever supersedes the record, until the lease ends. Nobody waits for that end, so
+  what leases keep is missing on the volumes like any other bytes that are held.
+- A fenced volume is read on: what was whole there stays so.
+- Whoever gets a lease gets the device sums of each record too; where there are none yet, the daemon reads the record first.
+- A descriptor shows the whole volume, so there are no such leases unless the setting `extent_leases` says how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from paramstore.core.key import ExpertKey
+from paramstore.core.location import Located
+from paramstore.engine.tables.namespace import View
+from paramstore.engine.transfers.transfers import Transfers
+from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, StepDropped, VolumeError
+from paramstore.storage.volume.base import HasFile, Volume
+
+
+@dataclass(slots=True, eq=False)
+class ExtentLease:
+    """One client's right to read these records from the volumes. sums: of each, in the same order, once it is granted."""
+
+    view: View
+    located: Sequence[Located]
+    sums: list[bytes]
+
+
+class Extents:
+    """Owner of all leases of extents. extent_leases: the most extents that may be leased at once."""
+
+    def __init__(self, transfers: Transfers, volumes: Mapping[int, Volume], *, extent_leases: int) -> None:
+        self._transfers = transfers
+        self._volumes = volumes
+        self._extent_leases = extent_leases
+        self._leases: set[ExtentLease] = set()
+
+    def leased_count(self) -> int:
+        """How many extents are leased, each as often as it is."""
+        return sum(len(lease.located) for lease in self._leases)
+
+    def begin(self, view: View, keys: Sequence[ExpertKey]) -> ExtentLease:
+        """Pins the extents of the records that `view` sees of `keys`; `grant` says when they may be read, `end` unpins them.
+
+        Raises LeaseError where the daemon leases none or the view is a writer's, SchemaMismatch where `param` does not lie on the
+        volumes as it is, CapacityError above the limit, UnknownKey, StepDropped; nothing is pinned then.
+        """
+        namespace, name = view.namespace, view.namespace.name
+        if not self._extent_leases:
+            raise LeaseError("this daemon leases no extents: start it with the setting extent_leases, which says how many it may")
+        if namespace.schema.is_trainable:
+            raise SchemaMismatch(f"namespace {name!r} is trained: its `param` is made from masters, and lies on no volume")
+        view.check_open()
+        if view.is_writer:
+            raise LeaseError(f"extents of {name!r} are leased to readers: open it with mode='read'")
+        namespace.keys.check(keys, namespace=name)
+        leased = self.leased_count()
+        if leased + len(keys) > self._extent_leases:
+            raise CapacityError(
+                f"{len(keys)} more extents cannot be leased: {leased} are, and extent_leases={self._extent_leases} is the limit"
+            )
+        lease = ExtentLease(view, [_committed(view, key) for key in keys], [])
+        for located in lease.located:
+            self._transfers.space.pin(located.extent)
+            self._transfers.space.pins.note_lease(located.extent)
+        self._leases.add(lease)
+        return lease
+
+    async def grant(self, lease: ExtentLease, keys: Sequence[ExpertKey]) -> None:
+        """Finds the device sums of the lease's records, in order of its `keys`. Raises VolumeError, CorruptRecord; the lease stays
+        to be ended."""
+        namespace, sums = lease.view.namespace, self._transfers.sums
+        for key, located in zip(keys, lease.located, strict=True):
+            if sums.find(namespace.name, key, located) is None:
+                await self._transfers.read_for_sums(namespace, key, located)
+            found = sums.find(namespace.name, key, located)
+            assert found is not None, f"{key} of {namespace.name!r} was verified, and has no device sums"
+            lease.sums.append(found)
+
+    def end(self, lease: ExtentLease) -> None:
+        """Unpins the lease's extents; whoever waits for space goes on."""
+        self._leases.remove(lease)
+        with self._transfers.deciding() as planner:
+            for located in lease.located:
+                self._transfers.space.pins.forget_lease(located.extent)
+                self._transfers.space.unpin(located.extent)
+            planner.go_on([lease.view.namespace])
+
+    def open_volume(self, index: int) -> int:
+        """A new descriptor of the volume, read-only, which the caller closes. Raises VolumeError."""
+        volume = self._volumes[index]
+        if not isinstance(volume, HasFile):
+            raise VolumeError(f"volume {index} has no file that a client could read")
+        return volume.open_to_read()
+
+
+def _committed(view: View, key: ExpertKey) -> Located:
+    _, located = view.locate(key)
+    if located is None:
+        raise StepDropped(f"{key} of {view.namespace.name!r} has no record at step {view.step}")
+    return located
