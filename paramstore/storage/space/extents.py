@@ -22,8 +22,8 @@ from paramstore.core.location import Extent
 from paramstore.core.schema import round_up
 from paramstore.errors import CorruptCatalog
 from paramstore.storage.space.fences import Fences
-from paramstore.storage.space.preference import Preference
 from paramstore.storage.space.pins import Pins
+from paramstore.storage.space.preference import Preference
 from paramstore.storage.space.volume_space import VolumeSpace
 from paramstore.storage.volume.base import ALIGNMENT_BYTES
 
