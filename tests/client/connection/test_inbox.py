@@ -142,7 +142,7 @@ def test_received_descriptors_are_closed_once_mapped(peer: Peer) -> None:
 
 def test_frame_without_its_descriptors_is_a_protocol_error(peer: Peer) -> None:
     peer.send(bytes(encode(m.Granted(1, [(5, 0, 1, 0)], [(5, LENGTH)]))))
-    with pytest.raises(ProtocolError, match="names 1 new segments, 0 file descriptors"):
+    with pytest.raises(ProtocolError, match="names 1 new files, 0 file descriptors"):
         peer.receive()
 
 

@@ -304,3 +304,23 @@ def test_a_close_waits_a_bounded_time_for_a_daemon_that_takes_nothing(
         list(tickets)
     store.close()
     assert namespace._connection.is_failed
+
+
+def test_volumes_are_taken_once_with_descriptors_of_their_own_and_go_at_the_end(segments: Segments) -> None:
+    given = os.memfd_create("volume")
+    noted: deque[object] = deque()
+    segments.adopt_volumes([3], [given], noted=noted)
+    os.close(given)
+    file = segments.volume(3)
+    assert (len(noted), os.fstat(file.fd).st_size) == (1, 0)
+    other = os.memfd_create("volume")
+    for twice in ([3], [4, 4]):
+        with pytest.raises(ProtocolError, match="sent twice"):
+            segments.adopt_volumes(twice, [other] * len(twice), noted=noted)
+    os.close(other)
+    with pytest.raises(ProtocolError, match="volume 4, which was never sent"):
+        segments.volume(4)
+    segments.clear()
+    with pytest.raises(ProtocolError):
+        segments.volume(3)
+    assert os.fstat(file.fd).st_size == 0, "who reads through it keeps it"
