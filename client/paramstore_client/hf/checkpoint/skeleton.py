@@ -15,9 +15,10 @@ from paramstore_client.hf.compat.refusals import check_config
 from paramstore_client.tensors import DTYPES
 
 
-def skeleton(path: str | os.PathLike[str], *, dtype: str | None = None) -> Any:
+def skeleton(path: str | os.PathLike[str], *, dtype: str | None = None, mode: str = "train") -> Any:
     """The model of the checkpoint at `path` (a directory, or an id in the hub's cache), every tensor on meta, as transformers
-    builds it. dtype: of its weights; None: what its configuration says, else float32.
+    builds it. dtype: of its weights; None: what its configuration says, else float32. mode: "infer" where quantized experts
+    are to be served.
 
     Raises CheckpointError, UnsupportedModel, ConfigError, SchemaMismatch for an unknown dtype.
     """
@@ -26,7 +27,7 @@ def skeleton(path: str | os.PathLike[str], *, dtype: str | None = None) -> Any:
         config, _ = modeling.load_config(transformers.AutoModelForCausalLM, directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{directory} is no checkpoint of transformers: {str(error).splitlines()[0]}") from error
-    check_config(config)
+    check_config(config, mode=mode)
     named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
     model_class = modeling.concrete_class(named or transformers.AutoModelForCausalLM, config)
     found = dtype or getattr(config, "dtype", None) or torch.float32
