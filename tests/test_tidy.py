@@ -27,6 +27,7 @@ WIDE = {
     "paramstore.cli.import_.import_checkpoint": 10,
     "paramstore.cli.plan.plan": 12,
     "paramstore.cli.run.run": 13,
+    "paramstore.cli.run.serve_model": 9,
     "paramstore.cli.serve.serve": 10,
     "paramstore.engine.transfers.arithmetic.update": 10,
     "paramstore.engine.planner.param_copies.start": 9,

@@ -35,6 +35,7 @@ app.command("plan")(plan.plan)
 app.command("import")(import_.import_checkpoint)
 app.command("export")(export.export)
 app.command("run")(run.run)
+app.command("serve-model")(run.serve_model)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
 

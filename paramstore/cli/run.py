@@ -74,6 +74,41 @@ def run(
         use_model(home, settings, _tell, use)
 
 
+def serve_model(
+    model: str = typer.Argument(help=MODEL_HELP),
+    host: str = typer.Option("127.0.0.1", "--host", help="Where to listen; whoever reaches it may ask, without a password."),
+    port: int = typer.Option(8000, "--port", min=0, max=65535, help="0: any that is free."),
+    expert_memory: str = typer.Option(None, "--expert-memory", help=MEMORY_HELP),
+    dtype: str = typer.Option(None, "--dtype", help=DTYPE_HELP),
+    host_budget: str = typer.Option(None, "--host-budget", help=BUDGET_HELP),
+    directory: Path = typer.Option(None, "--dir", help=DIR_HELP),
+    namespace: str = typer.Option(None, "--namespace", help=NAMESPACE_HELP),
+    keep: bool = typer.Option(False, "--keep", help=KEEP_HELP),
+) -> None:
+    """Serve a model as OpenAI does, by transformers' own server. Prints `ready http://...` when requests can come."""
+    from paramstore.run.home import home_of
+    from paramstore.run.server import check_packages, listen, serve
+
+    check_packages()
+    _check_words(expert_memory=expert_memory, dtype=dtype, host_budget=host_budget)
+    home = home_of(model, directory=directory, namespace=namespace, dtype=dtype)
+    listener = listen(host, port)
+    from paramstore.run.model import RunModel, RunSettings, use_model
+
+    end_as_interrupt()
+    settings = RunSettings(expert_memory=_memory(expert_memory), dtype=dtype, host_budget=host_budget, keeps=keep)
+
+    def use(opened: RunModel) -> None:
+        place = f"[{host}]" if ":" in host else host
+        sys.stdout.write(f"ready http://{place}:{listener.getsockname()[1]}/v1\n")
+        sys.stdout.flush()
+        serve(opened, listener, name=model, tell=_tell)
+        _tell("stopped")
+
+    with listener, _telling_of_interrupts():
+        use_model(home, settings, _tell, use)
+
+
 def _check_words(*, expert_memory: str | None, dtype: str | None, host_budget: str | None) -> None:
     """Raises ConfigError if an option has a value that it does not know."""
     from paramstore.core.arguments import choice

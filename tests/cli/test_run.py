@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import re
 import shutil
 import signal
+import socket
 import sys
+import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +24,7 @@ import paramstore_client as ps
 from paramstore.cli import run as command
 from paramstore.cli import signals
 from paramstore.holder import daemon_of
-from paramstore.run import answers, model, plan
+from paramstore.run import answers, model, plan, server
 from paramstore.run.home import home_of
 from paramstore_client.connection import autostart
 from paramstore_client.hf.checkpoint.recipes import ExpertSource
@@ -61,7 +66,8 @@ def store_of(checkpoint: Path) -> Path:
 def answer_of(checkpoint: Path, prompt: str, *, tokens: int = 6) -> str:
     """What the model in memory answers, as transformers writes it."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    prompt = f"user: {prompt}\nassistant: " if tokenizer.chat_template else prompt
+    if tokenizer.chat_template:
+        prompt = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
     found = tokenizer(prompt, return_tensors="pt")["input_ids"]
     memory = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     made = memory.generate(found, max_new_tokens=tokens, do_sample=False, pad_token_id=127)
@@ -302,3 +308,38 @@ def test_help_and_a_wrong_path_load_no_torch(modules_of: Callable[..., set[str]]
 def test_an_option_tells_its_words() -> None:
     assert command._memory("12") == 12
     assert command._memory("12GiB") == "12GiB"
+
+
+def test_a_model_is_served_until_an_interrupt_and_what_is_in_the_way_is_told_before(
+    checkpoint: Path, cache: Path, paramstore: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    serve = server.serve
+
+    def serve_and_ask(opened: Any, listener: socket.socket, **named: Any) -> None:
+        def ask() -> None:
+            try:
+                body = json.dumps({"prompt": "hello", "max_tokens": 6, "temperature": 0}).encode()
+                address = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+                request = urllib.request.Request(address, body, {"content-type": "application/json"})
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    heard.append(json.loads(answer.read())["choices"][0]["text"])
+            finally:
+                interrupt()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        serve(opened, listener, **named)
+        thread.join(60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "find_spec", lambda name: None)
+        assert paramstore("serve-model", str(checkpoint)) == 2
+    assert "fastapi, uvicorn, openai, pydantic: pip install 'paramstore[serve]'" in capsys.readouterr().err
+    monkeypatch.setattr(server, "serve", serve_and_ask)
+    assert paramstore("serve-model", str(checkpoint), "--port", "0", "--host-budget", "64MiB") == 130
+    said = capsys.readouterr()
+    assert re.fullmatch(r"ready http://127\.0\.0\.1:\d+/v1\n", said.out)
+    assert len(heard) == 1
+    assert "Traceback" not in said.err
+    assert daemon_of(store_of(checkpoint)) is None

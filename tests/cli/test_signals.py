@@ -55,10 +55,11 @@ COMMANDS = {
     "export": (("moe", "--model", "{checkpoint}", "--out", "{new}", "--socket", "{store}"), SLOW_S),
     "demo": (("--quick", "--dir", "{new}"), SLOW_S),
     "run": (("{checkpoint}", "hello", "--dir", "{new}/s"), SLOW_S),
+    "serve-model": (("{checkpoint}", "--port", "0", "--dir", "{new}/s"), SLOW_S),
     "bench tiers": (("--quick", "--dir", "{new}"), SLOW_S),
 }
 """Arguments with which each does what it is for, and when it is told to end."""
-ENDS_WITH = {"serve": 0, "status": 0, "stop": 3, "fsck": 2, "plan": 0, "import": 1, "export": 1, "run": 1}
+ENDS_WITH = {"serve": 0, "status": 0, "stop": 3, "fsck": 2, "plan": 0, "import": 1, "export": 1, "run": 1, "serve-model": 1}
 """How those end that are over so soon: a signal that comes while the process is being taken down is nobody's. `serve` ends so
 by one."""
 TALKATIVE = {*ENDS_WITH, "demo"}

@@ -21,7 +21,7 @@ from paramstore.testing.clock import ManualClock
 from paramstore_client.hf.loading.newest_step import Followed
 from paramstore_testkit.training.small_tokenizer import save_tokenizer
 
-CONTEXT = 64
+CONTEXT = 96
 
 
 class Echo:
@@ -76,9 +76,10 @@ def test_an_answer_streams_and_is_counted(
 ) -> None:
     told: list[str] = []
     asked = Answers(opened, AnswerSettings(tokens=3), tell=told.append, clock=clock)
-    assert asked.answer([user_says("ab")]) == "ttt"  # of "assistant: "
-    assert capsys.readouterr().out == "ttt\n"
-    assert opened.tokenizer.decode(model.given[0]["input_ids"][0]) == "user: ab\nassistant: "
+    assert asked.answer([user_says("ab")]) == "nnn"  # of "assistant"
+    assert capsys.readouterr().out == "nnn\n"
+    prompt = "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+    assert opened.tokenizer.decode(model.given[0]["input_ids"][0]) == prompt
     figures = asked.figures
     assert (figures.tokens, figures.first_s, figures.further_s, figures.uses, figures.hits) == (3, 1.0, 2.0, 10, 6)
     assert told == []
