@@ -132,7 +132,7 @@ def _asked(prompt: str | None) -> str | None:
     """The prompt that was given, or lies on standard input; None for a chat. Raises ConfigError for an empty one."""
     if prompt is None and sys.stdin.isatty():
         return None
-    asked = sys.stdin.read() if prompt is None else prompt
+    asked = sys.stdin.read().removesuffix("\n") if prompt is None else prompt  # `echo` and editors end a line that is none
     if not asked.strip():
         raise ConfigError("there is no prompt: give PROMPT, or one on standard input; on a terminal, without either, it is a chat")
     return asked

@@ -4,7 +4,9 @@ that was started for it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import paramstore_client as client
@@ -14,7 +16,7 @@ from paramstore.run.daemon import RunDaemon
 from paramstore.run.home import Home
 from paramstore.run.plan import HOST_SHARE, plan_of
 from paramstore_client import hf
-from paramstore_client.hf.checkpoint.progress import bar
+from paramstore_client.hf.checkpoint.progress import Progress, bar
 from paramstore_client.hf.checkpoint.skeleton import skeleton
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.refusals import quantized_parts
@@ -82,7 +84,12 @@ def use_model(home: Home, settings: RunSettings, tell: Callable[[str], object], 
 def _load_model(settings: RunSettings, home: Home, store: client.Store) -> Any:
     options: dict[str, Any] = {} if settings.dtype is None else {"dtype": DTYPES[settings.dtype]}
     try:
-        with bar("import") as report:
+        with ExitStack() as shown:
+            show = cache(partial(shown.enter_context, bar("import")))
+
+            def report(progress: Progress) -> None:
+                show()(progress)  # from the first expert on: mostly there is nothing to import
+
             return hf.from_pretrained(
                 modeling.transformers().AutoModelForCausalLM, home.checkpoint, store=store, mode="infer", name=home.namespace,
                 expert_memory=settings.expert_memory, progress=report, local_files_only=True, **options,

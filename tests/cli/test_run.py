@@ -63,14 +63,14 @@ def store_of(checkpoint: Path) -> Path:
     return home_of(str(checkpoint), directory=None, namespace=None, dtype=None).directory
 
 
-def answer_of(checkpoint: Path, prompt: str, *, tokens: int = 6) -> str:
+def answer_of(checkpoint: Path, prompt: str, *, is_raw: bool = False) -> str:
     """What the model in memory answers, as transformers writes it."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    if tokenizer.chat_template:
+    if tokenizer.chat_template and not is_raw:
         prompt = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
     found = tokenizer(prompt, return_tensors="pt")["input_ids"]
     memory = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
-    made = memory.generate(found, max_new_tokens=tokens, do_sample=False, pad_token_id=127)
+    made = memory.generate(found, max_new_tokens=6, do_sample=False, pad_token_id=127)
     return str(tokenizer.decode(made[0, found.shape[1] :], skip_special_tokens=True))
 
 
@@ -94,10 +94,11 @@ def test_the_answer_is_that_of_the_model_in_memory_and_a_full_disk_is_told_first
     assert closing.startswith("paramstore: 6 tokens, ")
     assert "s waited for experts" in closing
     assert daemon_of(store_of(checkpoint)) is None
-    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     monkeypatch.setattr(ExpertSource, "read", None)  # nothing is imported again
     assert paramstore("run", str(checkpoint), *GREEDY, "--raw", "--expert-memory", "3") == 0
     again = capsys.readouterr()
+    assert again.out == answer_of(checkpoint, "hello", is_raw=True) + "\n"
     assert "3 stay in memory" in again.err
     assert "the others stream" in again.err
     assert "are imported" not in again.err
