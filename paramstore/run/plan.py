@@ -26,7 +26,7 @@ HOST_SHARE = 2
 class Plan:
     """What a run will take. Sizes in bytes: expert_bytes of an expert as it is stored, lacking_bytes of the store's volume that are
     still to be written, free_bytes of its disk. standing: experts that can stay in memory. unpacked_slots: of quantized ones, those
-    that stay unpacked in this process; None for others."""
+    that stay unpacked in this process; None for others. leased: those that stay leased between tokens, where the caller said."""
 
     name: str
     key_count: int
@@ -35,6 +35,7 @@ class Plan:
     least_budget_bytes: int
     standing: int
     unpacked_slots: int | None
+    leased: int | None
     lacking_bytes: int
     free_bytes: int
     directory: Path
@@ -62,8 +63,9 @@ class Plan:
         else:
             kept = f"{self.standing} stay in memory {where}, the others stream from {self.directory}"
         unpacked = "" if self.unpacked_slots is None else f", {self.unpacked_slots} of them unpacked"
+        leased = "" if self.leased is None else f", {self.leased} of them at hand between tokens"
         imported = f"; up to {format_size(self.lacking_bytes)} are imported into {self.directory}" if self.lacking_bytes > 0 else ""
-        return f"{total}: {kept}{unpacked}{imported}"
+        return f"{total}: {kept}{unpacked}{leased}{imported}"
 
 
 def plan_of(
@@ -78,11 +80,10 @@ def plan_of(
     found = _estimate(schema, key_count, budget_bytes)
     standing = 0 if found.split is None else found.split.param_slots
     unpacked = None if packed is None else slots or packed_slots(computed, key_count)
-    if slots is not None and packed is None:
-        standing = min(standing, slots)
     return Plan(
         name=home.model, key_count=key_count, expert_bytes=schema.record_bytes, budget_bytes=budget_bytes,
         least_budget_bytes=found.least_host_bytes, standing=min(standing, key_count), unpacked_slots=unpacked,
+        leased=slots if packed is None else None,
         lacking_bytes=max(0, found.volume_bytes - _taken_bytes(home.directory)), free_bytes=free_bytes(_nearest(home.directory)),
         directory=home.directory,
     )  # fmt: skip

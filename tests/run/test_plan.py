@@ -19,7 +19,7 @@ from paramstore_testkit.training.moe_families import families, modeling_class, t
 MIB = 1 << 20
 MADE = Plan(
     name="m", key_count=64, expert_bytes=MIB, budget_bytes=100 * MIB, least_budget_bytes=4 * MIB, standing=64, unpacked_slots=None,
-    lacking_bytes=0, free_bytes=1000 * MIB, directory=Path("/s"),
+    leased=None, lacking_bytes=0, free_bytes=1000 * MIB, directory=Path("/s"),
 )  # fmt: skip
 
 
@@ -31,6 +31,7 @@ def test_the_line_says_what_stays_what_streams_and_what_is_imported() -> None:
         "up to 70 MiB are imported into /s"
     )
     assert replace(MADE, unpacked_slots=8).line().endswith("host budget, 8 of them unpacked")
+    assert replace(MADE, leased=7).line().endswith("host budget, 7 of them at hand between tokens")
 
 
 def test_what_is_missing_is_named_by_the_byte() -> None:
@@ -54,7 +55,7 @@ def test_a_plan_counts_what_is_on_the_disk_already(tmp_path: Path, monkeypatch: 
     first = planned()
     assert (first.standing, first.free_bytes, first.unpacked_slots) == (first.key_count, 5, None)
     assert first.lacking_bytes > first.key_count * first.expert_bytes
-    assert planned(3).standing == 3
+    assert (planned(3).standing, planned(3).leased) == (first.key_count, 3)
     home.directory.mkdir(parents=True)
     (home.directory / "volume").write_bytes(bytes(MIB))
     assert planned().lacking_bytes == first.lacking_bytes - MIB
