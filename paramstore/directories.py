@@ -49,3 +49,9 @@ def flush_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def user_cache() -> Path:
+    """Where this user keeps what can be made again: `paramstore` in XDG_CACHE_HOME, else in `~/.cache` (XDG base directories)."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "paramstore"

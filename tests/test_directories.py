@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.directories import check_directory, check_parent, flush_directory, is_missing
+from paramstore.directories import check_directory, check_parent, flush_directory, is_missing, user_cache
 from paramstore.errors import ConfigError
 
 
@@ -58,3 +58,10 @@ def test_names_become_durable_by_a_flush_of_the_directory_itself(tmp_path: Path,
     with pytest.raises(NotADirectoryError):
         flush_directory(tmp_path / "file")
     assert len(os.listdir("/proc/self/fd")) == before, "no descriptor is left open"
+
+
+@pytest.mark.parametrize(("given", "place"), [("", "/h/.cache"), ("not/absolute", "/h/.cache"), ("/x", "/x")])
+def test_the_cache_lies_where_the_user_has_it(given: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/h")
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert user_cache() == Path(place) / "paramstore"

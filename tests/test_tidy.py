@@ -26,6 +26,8 @@ WIDE = {
     "paramstore_bench.update_phase._step": 9,
     "paramstore.cli.import_.import_checkpoint": 11,
     "paramstore.cli.plan.plan": 12,
+    "paramstore.cli.run.run": 13,
+    "paramstore.cli.run.serve_model": 9,
     "paramstore.cli.serve.serve": 10,
     "paramstore.engine.transfers.arithmetic.update": 10,
     "paramstore.engine.planner.param_copies.start": 9,

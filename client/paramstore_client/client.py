@@ -118,6 +118,11 @@ class Store:
         """Timeout in seconds that `timeout_s=None` means."""
         return self._connection.timeout_s
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this process has waited for answers of the daemon in this session, all threads together."""
+        return self._connection.role.waited_s
+
     def create_namespace(
         self, name: str, schema: Schema, *, layers: int | Iterable[int], experts: int, host_bytes: int | str | None = None,
         rank: int = 0, world_size: int = 1, group: str = "",

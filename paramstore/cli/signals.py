@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -26,6 +28,8 @@ class _Ending:
 
     def __init__(self) -> None:
         self.told: int | None = None
+        self.stop: Callable[[], object] | None = None
+        """What the next Ctrl-C stops in place of the command."""
         self._put_offs = 0
         self._report = sys.unraisablehook
 
@@ -45,7 +49,10 @@ class _Ending:
         sys.unraisablehook = self._report
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.told is None:
+        stop, self.stop = self.stop, None
+        if number == signal.SIGINT and stop is not None:
+            stop()
+        elif self.told is None:
             self.told = number
             self._interrupt(number, frame)
 
@@ -72,6 +79,16 @@ _ending = _Ending()
 def end_as_interrupt() -> None:
     """Lets the first signal from here on raise KeyboardInterrupt in the main thread; later ones do nothing."""
     _ending.take_over()
+
+
+@contextmanager
+def stopping(stop: Callable[[], object]) -> Iterator[None]:
+    """A block in which Ctrl-C calls `stop`, and the command goes on. The second in one block, and every other signal, ends it."""
+    _ending.stop = stop
+    try:
+        yield
+    finally:
+        _ending.stop = None
 
 
 def told() -> int | None:

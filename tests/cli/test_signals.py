@@ -54,10 +54,12 @@ COMMANDS = {
     "import": (("{checkpoint}", "--namespace", "moe", "--socket", "{store}"), SLOW_S),
     "export": (("moe", "--model", "{checkpoint}", "--out", "{new}", "--socket", "{store}"), SLOW_S),
     "demo": (("--quick", "--dir", "{new}"), SLOW_S),
+    "run": (("{checkpoint}", "hello", "--dir", "{new}/s"), SLOW_S),
+    "serve-model": (("{checkpoint}", "--port", "0", "--dir", "{new}/s"), SLOW_S),
     "bench tiers": (("--quick", "--dir", "{new}"), SLOW_S),
 }
 """Arguments with which each does what it is for, and when it is told to end."""
-ENDS_WITH = {"serve": 0, "status": 0, "stop": 3, "fsck": 2, "plan": 0, "import": 1, "export": 1}
+ENDS_WITH = {"serve": 0, "status": 0, "stop": 3, "fsck": 2, "plan": 0, "import": 1, "export": 1, "run": 1, "serve-model": 1}
 """How those end that are over so soon: a signal that comes while the process is being taken down is nobody's. `serve` ends so
 by one."""
 TALKATIVE = {*ENDS_WITH, "demo"}
@@ -222,6 +224,31 @@ def test_an_interrupt_breaks_no_connection(store: Path, owner: type, name: str, 
             assert told, f"the client does not use {name}: no signal came"
             wait_for_interrupt()
         assert client.stats()["namespaces"] == {}
+
+
+def test_what_is_under_way_is_stopped_once_and_then_the_command() -> None:
+    stopped: list[str] = []
+    signals.end_as_interrupt()
+    with signals.stopping(lambda: stopped.append("first")):
+        told_here()
+    with pytest.raises(KeyboardInterrupt), signals.stopping(lambda: stopped.append("second")):  # noqa: PT012 - the second signal
+        told_here()
+        assert signals.told() is None
+        told_here()
+    assert stopped == ["first", "second"]
+    assert signals.told() == signal.SIGINT
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_what_is_over_is_not_stopped_nor_by_another_signal_than_ctrl_c(is_over: bool) -> None:
+    stopped: list[str] = []
+    signals.end_as_interrupt()
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - one of two signals
+        with signals.stopping(lambda: stopped.append("it")):
+            if not is_over:
+                told_here(signal.SIGTERM)
+        told_here()
+    assert stopped == []
 
 
 def test_what_is_ignored_stays_so() -> None:

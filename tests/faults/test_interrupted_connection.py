@@ -96,7 +96,7 @@ class Talk:
         self.daemon.wait_until(lambda: self.daemon.lease_count == 0)
         self.daemon.wait_until(lambda: not set(self.asked_back) & set(self.daemon.memory.segments))
         assert not connection._tickets
-        assert not connection._role.is_taken
+        assert not connection.role.is_taken
         assert not connection._sending.locked()
         assert connection.segments.lease_count == 0
         self.store.close()

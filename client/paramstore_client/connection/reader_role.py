@@ -23,9 +23,10 @@ Lock = type(threading.Lock())
 
 
 class ReaderRole:
-    """Owner of who reads, and of those who wait for it."""
+    """Owner of who reads, and of those who wait for it. waited_s: seconds that all of them have waited, as they note it."""
 
     def __init__(self) -> None:
+        self.waited_s = 0.0
         self._token: Token = []
         """That of the thread that reads, or was the last to."""
         self._taking = threading.RLock()

@@ -82,7 +82,7 @@ class Connection:
         self._sending = threading.Lock()
         self._lock = threading.RLock()
         """Held for moments, by who adds a ticket, watches, or ends the connection."""
-        self._role = ReaderRole()
+        self.role = ReaderRole()
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
         self._failure: ParamStoreError | None = None
         self._readable, self._either = _poller(self._fd, select.POLLIN), _poller(self._fd, select.POLLIN | select.POLLOUT)
@@ -163,7 +163,8 @@ class Connection:
     def wait(self, ticket: Ticket[Any], timeout_s: float) -> bool:
         """Reads, or waits for the thread that reads, until `ticket` is settled; False when `timeout_s` is over first."""
         self._check_process()
-        deadline_s = self.clock.now_s() + timeout_s
+        begun_s = self.clock.now_s()
+        deadline_s = begun_s + timeout_s
         if self._outbox.is_gathering:  # who reads meanwhile may sleep until an answer comes, and sends nothing
             self._send_all(ticket.what)
         token = [True]
@@ -174,6 +175,7 @@ class Connection:
         finally:
             token.clear()
             self._leave_reader(token)
+            self.role.waited_s += self.clock.now_s() - begun_s
         return ticket.is_settled
 
     def drain(self) -> None:
@@ -252,18 +254,18 @@ class Connection:
             remaining_s = deadline_s - self.clock.now_s()
             if remaining_s <= 0:
                 return False
-            self._role.await_change(remaining_s, lambda: ticket.is_settled)
+            self.role.await_change(remaining_s, lambda: ticket.is_settled)
         return False
 
     def _try_become_reader(self, token: Token) -> bool:
         """Takes the reader's role, if nobody has it, and settles what an interrupted reader has left."""
-        is_reader = self._role.try_take(token)
+        is_reader = self.role.try_take(token)
         return is_reader and (not self._inbox.is_behind or self._settle_answers())
 
     def _leave_reader(self, token: Token) -> None:
         """Has others read, where the thread that has emptied `token` was the reader."""
-        if self._role.had(token):
-            self._role.tell()
+        if self.role.had(token):
+            self.role.tell()
             self._close_if_unused()
             if self._failure is None and self._inbox.is_behind:  # interrupted: loops would wait until more comes
                 for loop in list(self._loops):
@@ -301,7 +303,7 @@ class Connection:
             self._fail(error)
             return False
         self._acknowledge(self.segments.unmapped())
-        self._role.tell()
+        self.role.tell()
         return True
 
     # --- sending ---
@@ -360,14 +362,14 @@ class Connection:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that polls
         self._tickets.fail(self._failure, is_ours=is_ours, is_expected=is_expected)
-        self._role.tell()
+        self.role.tell()
         self._close_if_unused()
 
     def _close_if_unused(self) -> None:
         """Closes the socket once nobody polls it: another file may get its descriptor's number right after."""
         token = [True]
         try:
-            if self._failure is not None and not self._tickets and not self._loops and self._role.try_take(token):
+            if self._failure is not None and not self._tickets and not self._loops and self.role.try_take(token):
                 self._inbox.close()
                 self._sock.close()
         finally:

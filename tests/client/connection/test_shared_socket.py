@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import paramstore_client as ps
+from paramstore.testing.clock import ManualClock
 from paramstore.wire import messages as m
 from paramstore.wire.codec import encode
 from paramstore_testkit.wire.fake_daemon import FakeDaemon, FakeSession
@@ -143,6 +144,22 @@ def test_daemon_that_takes_nothing_off_its_socket_is_not_waited_for_without_end(
     tickets = (namespace.prefetch([(0, 0)] * 1000) for _ in range(10_000))
     with pytest.raises(ps.WaitTimeout, match="took nothing off its socket"):
         list(tickets)
+
+
+def test_the_seconds_that_were_waited_are_counted_and_those_between_are_not(
+    daemon: FakeDaemon, namespace: ps.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    connection = namespace._connection
+    monkeypatch.setattr(connection, "clock", clock)
+    namespace.prefetch(KEYS).wait()
+    before = connection.role.waited_s
+    clock.advance(5.0)
+    monkeypatch.setattr(connection, "_wait_readable", lambda deadline_s: clock.advance(2.0))
+    daemon.hold(m.WriteBack)
+    with pytest.raises(ps.WaitTimeout):
+        namespace.write_back().wait(1.0)
+    assert connection.role.waited_s == before + 2.0
 
 
 def test_requests_of_many_threads_all_get_their_answers(namespace: ps.Namespace) -> None:

@@ -120,7 +120,7 @@ def test_waiter_takes_over_from_a_reader_that_timed_out(
     token = [True]
     assert connection._try_become_reader(token)  # as a reader does whose own answer does not come
     waiter.start()
-    while waiter.is_alive() and not connection._role._waiting:
+    while waiter.is_alive() and not connection.role._waiting:
         pass
     token.clear()
     connection._leave_reader(token)

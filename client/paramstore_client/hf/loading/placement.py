@@ -68,7 +68,7 @@ class Placement:
             return cls(None, slots)
         image_bytes = schema.part("param").image_bytes
         if device.type == "cpu":
-            return cls(device, slots or min(key_count, max(1, available_bytes() // HOST_SHARE // image_bytes)))
+            return cls(device, slots or packed_slots(schema, key_count))
         if slots is None:
             config: Any = model.config
             shape = cache_shape or (1, config.get_text_config(decoder=True).max_position_embeddings)
@@ -83,6 +83,11 @@ class Placement:
         if self.device is not None or self.slots is None:
             return least, None
         return (slots := max(least, self.slots)), slots
+
+
+def packed_slots(schema: Schema, key_count: int) -> int:
+    """How many quantized experts stand unpacked in host memory where nobody says how many. schema: of what is computed with."""
+    return min(key_count, max(1, available_bytes() // HOST_SHARE // schema.part("param").image_bytes))
 
 
 def check_shape(shape: CacheShape | None, *, mode: str) -> None:

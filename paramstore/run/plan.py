@@ -1,0 +1,104 @@
+"""Says before a run begins whether its experts fit on the disk and in memory, and what of them stays there. Pure but for `plan_of`,
+which looks at files."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from paramstore.config import Config, format_size
+from paramstore.core.schema import Schema
+from paramstore.engine.capacity.estimate import Estimate, estimate
+from paramstore.errors import CapacityError
+from paramstore.run.home import Home
+from paramstore.storage.mounts import free_bytes
+from paramstore_client.hf.import_checkpoint import packed_schema
+from paramstore_client.hf.loading.expert_memory import ExpertMemory
+from paramstore_client.hf.loading.placement import packed_slots
+from paramstore_client.hf.model.layout import ExpertLayout
+
+HOST_SHARE = 2
+"""One of so many bytes of available memory is the daemon's, where nobody says how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run will take. Sizes in bytes: expert_bytes of an expert as it is stored, lacking_bytes of the store's volume that are
+    still to be written, free_bytes of its disk. standing: experts that can stay in memory. unpacked_slots: of quantized ones, those
+    that stay unpacked in this process; None for others. leased: those that stay leased between tokens, where the caller said."""
+
+    name: str
+    key_count: int
+    expert_bytes: int
+    budget_bytes: int
+    least_budget_bytes: int
+    standing: int
+    unpacked_slots: int | None
+    leased: int | None
+    lacking_bytes: int
+    free_bytes: int
+    directory: Path
+
+    def check(self) -> None:
+        """Raises CapacityError naming what is missing where disk or memory are too small."""
+        if self.budget_bytes < self.least_budget_bytes:
+            raise CapacityError(
+                f"{self.name}: a host budget of {format_size(self.budget_bytes)} is too small, the least is "
+                f"{format_size(self.least_budget_bytes)}: give --host-budget {-(-self.least_budget_bytes >> 20)}MiB"
+            )
+        if self.free_bytes < self.lacking_bytes:
+            raise CapacityError(
+                f"{self.name}: its experts take {self.lacking_bytes} bytes more in {self.directory}, whose disk has "
+                f"{self.free_bytes} left: {self.lacking_bytes - self.free_bytes} bytes are missing. Free them, and the same "
+                "command goes on; or give a --dir on another disk"
+            )
+
+    def line(self) -> str:
+        """What stays in memory and what streams, for people."""
+        total = f"{self.name}: {self.key_count} experts, {format_size(self.key_count * self.expert_bytes)}"
+        where = f"of {format_size(self.budget_bytes)} host budget"
+        if self.standing >= self.key_count:
+            kept = f"all stay in memory {where}"
+        else:
+            kept = f"{self.standing} stay in memory {where}, the others stream from {self.directory}"
+        unpacked = "" if self.unpacked_slots is None else f", {self.unpacked_slots} of them unpacked"
+        leased = "" if self.leased is None else f", {self.leased} of them at hand between tokens"
+        imported = f"; up to {format_size(self.lacking_bytes)} are imported into {self.directory}" if self.lacking_bytes > 0 else ""
+        return f"{total}: {kept}{unpacked}{leased}{imported}"
+
+
+def plan_of(
+    home: Home, layout: ExpertLayout, model: object, *, is_quantized: bool, memory: ExpertMemory, budget_bytes: int
+) -> Plan:  # fmt: skip
+    """The plan of a run. layout: of `model`, a skeleton. memory: how many experts are to stand. Raises what `packed_schema`
+    raises."""
+    computed = layout.schema(None)
+    packed = packed_schema(home.checkpoint, layout, model) if is_quantized else None  # type: ignore[arg-type]
+    schema, key_count = packed or computed, len(layout.layers) * layout.experts
+    slots = memory.slots_for(computed, key_count)
+    found = _estimate(schema, key_count, budget_bytes)
+    standing = 0 if found.split is None else found.split.param_slots
+    unpacked = None if packed is None else slots or packed_slots(computed, key_count)
+    return Plan(
+        name=home.model, key_count=key_count, expert_bytes=schema.record_bytes, budget_bytes=budget_bytes,
+        least_budget_bytes=found.least_host_bytes, standing=min(standing, key_count), unpacked_slots=unpacked,
+        leased=slots if packed is None else None,
+        lacking_bytes=max(0, found.volume_bytes - _taken_bytes(home.directory)), free_bytes=free_bytes(_nearest(home.directory)),
+        directory=home.directory,
+    )  # fmt: skip
+
+
+def _estimate(schema: Schema, key_count: int, budget_bytes: int) -> Estimate:
+    config = Config(host_budget_bytes=budget_bytes)
+    return estimate(schema, key_count, config, volume_count=1, core_count=len(os.sched_getaffinity(0)))
+
+
+def _taken_bytes(directory: Path) -> int:
+    """Bytes of the disk that files in `directory` have already."""
+    return sum(file.stat().st_blocks * 512 for file in directory.rglob("*") if file.is_file()) if directory.is_dir() else 0
+
+
+def _nearest(directory: Path) -> Path:
+    """`directory`, or the nearest one above it that is there."""
+    return next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())

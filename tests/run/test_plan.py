@@ -1,0 +1,61 @@
+"""What a run is told before it begins: sizes of the engine's own rules, and what is missing by the byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paramstore.errors import CapacityError
+from paramstore.run import plan
+from paramstore.run.home import Home
+from paramstore.run.plan import Plan, plan_of
+from paramstore_client import hf
+from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.loading.expert_memory import ExpertMemory
+from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
+
+MIB = 1 << 20
+MADE = Plan(
+    name="m", key_count=64, expert_bytes=MIB, budget_bytes=100 * MIB, least_budget_bytes=4 * MIB, standing=64, unpacked_slots=None,
+    leased=None, lacking_bytes=0, free_bytes=1000 * MIB, directory=Path("/s"),
+)  # fmt: skip
+
+
+def test_the_line_says_what_stays_what_streams_and_what_is_imported() -> None:
+    assert MADE.line() == "m: 64 experts, 64 MiB: all stay in memory of 100 MiB host budget"
+    few = replace(MADE, standing=9, lacking_bytes=70 * MIB)
+    assert few.line() == (
+        "m: 64 experts, 64 MiB: 9 stay in memory of 100 MiB host budget, the others stream from /s; "
+        "up to 70 MiB are imported into /s"
+    )
+    assert replace(MADE, unpacked_slots=8).line().endswith("host budget, 8 of them unpacked")
+    assert replace(MADE, leased=7).line().endswith("host budget, 7 of them at hand between tokens")
+
+
+def test_what_is_missing_is_named_by_the_byte() -> None:
+    MADE.check()
+    replace(MADE, lacking_bytes=1000 * MIB).check()
+    with pytest.raises(CapacityError, match=r"take 1048576007 bytes more in /s, .* has 1048576000 left: 7 bytes are missing"):
+        replace(MADE, lacking_bytes=1000 * MIB + 7).check()
+    with pytest.raises(CapacityError, match="a host budget of 3 MiB is too small, the least is 4 MiB: give --host-budget 4MiB"):
+        replace(MADE, budget_bytes=3 * MIB).check()
+
+
+def test_a_plan_counts_what_is_on_the_disk_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = modeling.on_meta(modeling_class(families()["mixtral"]), tiny_config("mixtral"))
+    layout, home = hf.find_layout(model), Home("m", tmp_path, tmp_path / "none" / "store", "n", is_default=True)
+    monkeypatch.setattr(plan, "free_bytes", lambda place: 5 if place == tmp_path else 0)  # the nearest directory that is there
+
+    def planned(memory: int | None = None) -> Plan:
+        asked = ExpertMemory.of(memory, "auto", mode="infer")
+        return plan_of(home, layout, model, is_quantized=False, memory=asked, budget_bytes=64 * MIB)
+
+    first = planned()
+    assert (first.standing, first.free_bytes, first.unpacked_slots) == (first.key_count, 5, None)
+    assert first.lacking_bytes > first.key_count * first.expert_bytes
+    assert (planned(3).standing, planned(3).leased) == (first.key_count, 3)
+    home.directory.mkdir(parents=True)
+    (home.directory / "volume").write_bytes(bytes(MIB))
+    assert planned().lacking_bytes == first.lacking_bytes - MIB
