@@ -27,6 +27,8 @@ WIDE = {
     "paramstore.cli.import_.import_checkpoint": 10,
     "paramstore.cli.plan.plan": 12,
     "paramstore.cli.serve.serve": 10,
+    "paramstore.cli.trace.plot": 9,
+    "paramstore.cli.trace.replay": 9,
     "paramstore.engine.transfers.arithmetic.update": 10,
     "paramstore.engine.planner.param_copies.start": 9,
     "paramstore.optim.native_adamw.update_vectors": 9,

@@ -12,7 +12,7 @@ from io import TextIOWrapper
 import typer
 
 from paramstore import __version__
-from paramstore.cli import bench, demo, export, fsck, import_, plan, serve, status, stop, verify
+from paramstore.cli import bench, demo, export, fsck, import_, plan, serve, status, stop, trace, verify
 from paramstore.cli.exits import SIGNALLED, exit_code
 from paramstore.cli.signals import told
 from paramstore.errors import ParamStoreError
@@ -36,6 +36,7 @@ app.command("import")(import_.import_checkpoint)
 app.command("export")(export.export)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
+app.add_typer(trace.app, name="trace")
 
 
 def _version(is_wanted: bool) -> None:
