@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.signals import end_as_interrupt
 from paramstore.errors import ConfigError
 
@@ -23,6 +24,7 @@ T = TypeVar("T")
 ABOUT = "Record which experts a model chooses, and replay it at other sizes and under other policies."
 FILE_BYTES_MAX = 1 << 30
 """The most bytes of a trace's file: a larger one is something else."""
+PROMPT = "The history of the world is the history of what people have written down. In the beginning"
 TRACE = typer.Argument(help="A trace, as `paramstore trace record` and ps.hf.recording write it.")
 SLOTS = typer.Option(None, "--slots", help="Numbers of slots, as 64,128; default: eight sizes.")
 SHARES = typer.Option(None, "--shares", help="The same as shares of all experts, as 0.1,0.25.")
@@ -40,6 +42,34 @@ app = typer.Typer(name="trace", help=ABOUT, no_args_is_help=True, rich_markup_mo
 @app.callback()
 def trace() -> None:
     """Record which experts a model chooses, and replay it at other sizes and under other policies."""
+
+
+@app.command()
+def record(
+    path: str = typer.Argument(metavar="MODEL", help="A directory of safetensors, or the id of a model in the hub's cache."),
+    file: Path = typer.Argument(help="The trace to write; one that is there is replaced."),
+    prompt: str = typer.Argument(PROMPT, help="What the model continues."),
+    tokens: int = typer.Option(128, "--tokens", min=1, help="The most tokens that it writes."),
+    namespace: str = typer.Option(None, "--namespace", help="Of the experts; made if there is none. Default the model's name."),
+    socket: str = typer.Option(None, "--socket", help=ADDRESS_HELP),
+) -> None:
+    """Run a model's checkpoint through a daemon, and keep which experts its routers choose for each token."""
+    import paramstore_client as client
+    from paramstore.directories import check_writable
+    from paramstore_client.checkpoint_directory import checkpoint_directory
+
+    check_writable("FILE", file)
+    directory = checkpoint_directory(path)  # told before the imports that take seconds
+    from paramstore_client.hf.recorder import record_text
+
+    end_as_interrupt()
+    with client.connect(socket) as store:
+        try:
+            trace = record_text(directory, file, prompt, tokens=tokens, store=store, name=namespace)
+        except KeyboardInterrupt:
+            sys.stderr.write(f"paramstore: interrupted; {file} has what was recorded, if the model ran by then\n")
+            raise
+    sys.stdout.write(f"{file}: {trace.steps} steps, the prompt and each token after it\n")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from paramstore.core.schema import Schema
-from paramstore.core.trace import Trace, TraceEvent, TraceEventKind, TraceHeader
+from paramstore.core.trace import Trace, TraceEvent, TraceEventKind, TraceHeader, unpack_trace
 
 Run = Callable[..., int]
 Capture = pytest.CaptureFixture[str]
@@ -178,3 +179,50 @@ def test_an_interrupt_ends_a_replay_by_its_signal_and_without_a_traceback() -> N
     assert process.returncode == -signal.SIGINT
     assert out == ""
     assert "Traceback" not in err
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A tiny checkpoint with a tokenizer of four words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from paramstore_testkit.training.saved_models import save_stock
+
+    path = save_stock("mixtral", tmp_path / "tiny")
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "c": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(path)
+    return path
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_recorded_and_replayed(checkpoint: Path, tmp_path: Path, paramstore: Run, capsys: Capture) -> None:
+    from paramstore_testkit.processes.forked_daemon import ForkedDaemon
+
+    out = tmp_path / "tiny.trace"
+    with ForkedDaemon(tmp_path / "store", "--host-budget", "64MiB") as daemon:
+        words = ("trace", "record", str(checkpoint), str(out), "a b c a", "--tokens", "5", "--socket", daemon.address)
+        assert paramstore(*words) == 0
+        assert "tiny.trace: " in capsys.readouterr().out
+    trace = unpack_trace(out.read_bytes())
+    visits = [event for event in trace.events if event.kind is ACQUIRE]
+    assert 1 <= trace.steps <= 5
+    assert len(visits) == trace.steps * len(trace.header.layers)
+    top = json.loads((checkpoint / "config.json").read_text())["num_experts_per_tok"]
+    assert [sum(event.tokens) for event in visits] == [4 * top] * 2 + [top] * (len(visits) - 2), "a prompt of four, then one each"
+    assert paramstore("trace", "replay", str(out), "--slots", "4") == 0
+    assert capsys.readouterr().out.startswith(f"tiny: {trace.steps} steps")
+
+
+@pytest.mark.slow
+def test_a_recording_that_cannot_be_is_refused_first(checkpoint: Path, tmp_path: Path, paramstore: Run, capsys: Capture) -> None:
+    out = str(tmp_path / "a.trace")
+    for words, code, problem in (
+        ((str(checkpoint), str(tmp_path / "no" / "a.trace")), 2, "FILE .*: cannot be written"),
+        ((str(tmp_path / "none"), out), 1, "CheckpointError"),
+        ((str(checkpoint), out, "--socket", f"unix://{tmp_path}/none"), 3, "StoreUnavailable"),
+    ):
+        assert paramstore("trace", "record", *words) == code
+        assert re.search(problem, said(capsys))
+    assert not Path(out).exists()
