@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paramstore.core.schema import Schema
-from paramstore.core.trace import TraceEvent, TraceEventKind
+from paramstore.core.trace import Trace, TraceEvent, TraceEventKind
 from paramstore.errors import ConfigError
 from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
 from paramstore_client.recorder import TraceLog
@@ -52,7 +52,7 @@ class Recording(TraceLog):
         self._turn: set[int] = set()
         """Layers that have dispatched in the step under way."""
 
-    def recorded(self) -> Any:
+    def recorded(self) -> Trace:
         """The trace so far (`paramstore.core.trace.Trace`); `pack()` gives the bytes of its file."""
         return self.trace(self._name, how=self._how)
 
