@@ -16,15 +16,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from paramstore.config import PolicyConfig
-from paramstore.core.trace import Trace, TraceEventKind, unpack_trace
-from paramstore.core.visits import apply_visits, ring_visits, training_visits
-from paramstore.policy.base import Policy
-from paramstore.policy.make import SLOT_POLICIES, make_policy, make_slot_policy
+from paramstore.core.trace import Trace, unpack_trace
+from paramstore.policy.make import SLOT_POLICIES, make_slot_policy
 from paramstore.policy.slot_plan import SlotPlan
-from paramstore.sim.algorithm2 import Algorithm2
-from paramstore.sim.replay import Outcome, Policies, belady_policies, replay, slots_of
-from paramstore.sim.slot_replay import belady_of, replay_visits, visits_of
+from paramstore.sim.picture import STYLES
+from paramstore.sim.replay import Outcome, replay, slots_of
+from paramstore.sim.slot_replay import replay_visits
+from paramstore.sim.sweep import POLICIES as KNOWN
+from paramstore.sim.sweep import READER, arena_policies, beginning, slot_counts
 from paramstore_bench.frame import Script
 
 HERE = Path(__file__).parent
@@ -34,7 +33,6 @@ SHARES = (0.10, 0.25, 0.50, 0.75)
 POLICIES = ("lru", "decayed_lfu", "schedule", "belady")
 BESIDE = ("algorithm2",)
 """Policies that are measured for comparison alone: no user can choose them, and no figure is drawn of them."""
-MICRO_BATCHES = {"train-accumulate": 4}
 QUICK_USES = 6000
 """Uses of experts in which every policy has shown what it is at every size, in a second each."""
 TARGET = 0.95
@@ -84,19 +82,10 @@ def load(name: str) -> Trace:
     return unpack_trace((HERE / "traces" / f"{name}.trace").read_bytes())
 
 
-def beginning(trace: Trace, uses: int) -> Trace:
-    """The first whole steps of a trace in which experts are leased at least `uses` times, or all of it."""
-    counted = 0
-    for index, event in enumerate(trace.events):
-        counted += len(event.experts) if event.kind is TraceEventKind.ACQUIRE else 0
-        if event.kind is TraceEventKind.STEP and counted >= uses:
-            return Trace(trace.header, trace.events[: index + 1])
-    return trace
-
-
 def row_of(trace: Trace, share: float) -> dict[str, Any]:
     """Replays one trace at one size with every policy; judges whether `schedule` is near enough to the optimum and the others."""
-    outcomes = {name: replay(trace, share, policies_of(name, trace, share)) for name in (*POLICIES, *BESIDE)}
+    slots = slots_of(trace, share)
+    outcomes = {name: replay(trace, slots, arena_policies(name, trace, slots)) for name in (*POLICIES, *BESIDE)}
     found = {name: figures(outcome) for name, outcome in outcomes.items()}
     rates = {name: figure["hit_rate"] for name, figure in found.items()}
     best_other = max(rates["lru"], rates["decayed_lfu"]) / rates["belady"]
@@ -110,12 +99,11 @@ def row_of(trace: Trace, share: float) -> dict[str, Any]:
 
 def slots_row_of(trace: Trace, share: float) -> dict[str, Any]:
     """Hits of a client's cache of slots on a reader's visits, by policy; what does not fit passes by."""
-    visits, slots = visits_of(trace), slots_of(trace, share)
-    policies: dict[str, Policy] = {name: make_slot_policy(name, slots, trace.header.layers) for name in SLOT_POLICIES}
-    policies |= {"algorithm2": algorithm2(slots), "belady": belady_of(visits)}
-    counts = {name: asdict(replay_visits(visits, SlotPlan(slots, policy))) for name, policy in policies.items()}
-    uses = sum(map(len, visits))
-    rates = {name: found["hits"] / uses for name, found in counts.items()}
+    slots = slots_of(trace, share)
+    found = {name: slot_counts(trace, slots, name) for name in KNOWN[READER]}
+    uses = found["belady"].hits + found["belady"].loads
+    counts = {name: asdict(one) for name, one in found.items()}
+    rates = {name: one.hits / uses for name, one in found.items()}
     return {
         "trace": trace.header.name, "share": share, "slots": slots, "uses": uses, "ratio": rates["schedule"] / rates["belady"],
         "holds": decode_holds(trace.header.name, share, rates), "policies": counts,
@@ -147,27 +135,6 @@ def figures(outcome: Outcome) -> dict[str, float]:
         "hits": outcome.hits, "hit_rate": outcome.hits / uses, "param_hit_rate": outcome.param_hits / outcome.param_uses,
         "optim_hit_rate": outcome.optim_hits / max(1, outcome.optim_uses), "bytes_moved": outcome.bytes_moved,
     }  # fmt: skip
-
-
-def policies_of(name: str, trace: Trace, share: float) -> Policies:
-    """Makes one policy for both arenas, and the order of visits that the trace's program would have declared."""
-    if name == "belady":
-        return belady_policies(trace, share)
-    layers = trace.header.layers
-
-    def make(slots: int) -> Policy:
-        return algorithm2(slots) if name == "algorithm2" else make_policy(PolicyConfig(name=name), slots)
-
-    if trace.has_applies:
-        micro_batches = MICRO_BATCHES.get(trace.header.name, 1)
-        return Policies(name, make, make, training_visits(layers, micro_batches=micro_batches), apply_visits(layers))
-    return Policies(name, make, make, ring_visits(layers))
-
-
-def algorithm2(slots: int) -> Algorithm2:
-    """The paper's policy with the settings that `decayed_lfu` has by default."""
-    config = PolicyConfig()
-    return Algorithm2(threshold=config.threshold, beta=config.beta, decay_steps=config.decay_steps, capacity=max(1, slots))
 
 
 def render(rows: list[dict[str, Any]], console: Console) -> None:
@@ -204,13 +171,12 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     traces = list(dict.fromkeys(row["trace"] for row in rows))
     figure = Figure(figsize=(12.6, 3.6 * -(-len(traces) // 3)), layout="constrained")
     FigureCanvasAgg(figure)
-    colours = {"lru": "#b8bfc6", "decayed_lfu": "#d9a441", "schedule": "#1f6f8b", "belady": "#33383d"}
     for axes, trace in zip(figure.subplots(-(-len(traces) // 3), 3, squeeze=False).flat, traces, strict=False):
         chosen = [row for row in rows if row["trace"] == trace]
         for name in POLICIES:
             rates = [row["policies"][name]["hit_rate"] for row in chosen]
-            style = "--" if name == "belady" else "-"
-            axes.plot([row["share"] for row in chosen], rates, style, marker="o", color=colours[name], label=name)
+            colour, marker, line = STYLES[name]
+            axes.plot([row["share"] for row in chosen], rates, line, marker=marker, color=colour, label=name)
         axes.set_title(trace, fontsize=10, loc="left")
         axes.set_xlabel("slots, as a share of the experts", fontsize=8)
         axes.set_ylim(0, 1.02)

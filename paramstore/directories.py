@@ -1,5 +1,5 @@
-"""Checks directories that somebody has named, and says in one wording what is wrong with them; flushes those whose names must last.
-Nothing is made here."""
+"""Checks directories and files that somebody has named, and says in one wording what is wrong with them; flushes directories whose
+names must last. Nothing is made here."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def check_parent(name: str, directory: Path) -> None:
             f"{name} {directory}: it cannot be made, as there is no directory {missing[0]}; the nearest one is "
             f"{missing[-1].parent}: mend the path, or make the directory that it is to lie in"
         )
+
+
+def check_writable(name: str, file: Path) -> None:
+    """Checks that `file` can be written, before work is done for it; leaves nothing behind. name: as above. Raises ConfigError."""
+    try:
+        is_new = not file.exists()
+        with file.open("ab"):
+            pass
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"{name} {file}: cannot be written: {error.strerror}") from error
 
 
 def is_missing(path: Path) -> bool:

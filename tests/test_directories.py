@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.directories import check_directory, check_parent, flush_directory, is_missing, user_cache
+from paramstore.directories import check_directory, check_parent, check_writable, flush_directory, is_missing, user_cache
 from paramstore.errors import ConfigError
 
 
@@ -46,6 +46,17 @@ def test_only_what_is_known_to_be_nowhere_is_missing(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     for place, expected in {"file": False, "link": False, "n" * 300: False, "none": True, "file/below": False}.items():
         assert is_missing(tmp_path / place) == expected, place
+
+
+def test_a_file_can_be_written_or_is_refused_and_is_as_it_was(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.write_bytes(b"kept")
+    check_writable("--out", old)
+    check_writable("--out", tmp_path / "new")
+    assert (old.read_bytes(), os.listdir(tmp_path)) == (b"kept", ["old"])
+    for place in (tmp_path, old / "in a file", tmp_path / "no" / "directory"):
+        with pytest.raises(ConfigError, match=rf"--out {place}: cannot be written: "):
+            check_writable("--out", place)
 
 
 def test_names_become_durable_by_a_flush_of_the_directory_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

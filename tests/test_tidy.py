@@ -29,6 +29,8 @@ WIDE = {
     "paramstore.cli.run.run": 13,
     "paramstore.cli.run.serve_model": 9,
     "paramstore.cli.serve.serve": 10,
+    "paramstore.cli.trace.plot": 9,
+    "paramstore.cli.trace.replay": 9,
     "paramstore.engine.transfers.arithmetic.update": 10,
     "paramstore.engine.planner.param_copies.start": 9,
     "paramstore.optim.native_adamw.update_vectors": 9,

@@ -30,18 +30,41 @@ class TrainedSource(ExpertSource, Protocol):
         ...
 
 
-class TraceRecorder:
+class TraceLog:
+    """Owner of the events of a trace that is being recorded: at most EVENTS_MAX."""
+
+    def __init__(self, schema: Schema, layers: Sequence[int], experts: int) -> None:
+        self.schema = schema
+        self.layers = layers
+        self.experts = experts
+        self._events: list[TraceEvent] = []
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._events) >= EVENTS_MAX
+
+    def trace(self, name: str, *, how: str) -> Trace:
+        """The trace of the calls so far. how: what ran, in words."""
+        header = TraceHeader(name, self.schema.describe(), list(self.layers), self.experts, how)
+        return Trace(header, tuple(self._events))
+
+    def save(self, file: Path, name: str, *, how: str) -> None:
+        """Writes the trace to `file`."""
+        file.write_bytes(self.trace(name, how=how).pack())
+
+    def _mark(self, kind: TraceEventKind) -> None:
+        self._events.append(TraceEvent(kind, self.layers[0], ()))
+
+
+class TraceRecorder(TraceLog):
     """An `ExpertSource` in front of another that keeps every call. Give it to `StoredExperts`, a ring or a training loop.
 
     It changes nothing of what it passes on. A call that raises is not kept. Not safe from several threads at once.
     """
 
     def __init__(self, source: ExpertSource) -> None:
-        self.schema: Schema = source.schema
-        self.layers: Sequence[int] = source.layers
-        self.experts: int = source.experts
+        super().__init__(source.schema, source.layers, source.experts)
         self._source = source
-        self._events: list[TraceEvent] = []
         self._step_start = 0
         """Index of the first event of the step under way."""
 
@@ -91,18 +114,9 @@ class TraceRecorder:
         self._keep_mark(TraceEventKind.STEP)
         self._step_start = len(self._events)
 
-    def trace(self, name: str, *, how: str) -> Trace:
-        """The trace of the calls so far. how: what ran, in words."""
-        header = TraceHeader(name, self.schema.describe(), list(self.layers), self.experts, how)
-        return Trace(header, tuple(self._events))
-
-    def save(self, file: Path, name: str, *, how: str) -> None:
-        """Writes the trace to `file`."""
-        file.write_bytes(self.trace(name, how=how).pack())
-
     def _keep_mark(self, kind: TraceEventKind) -> None:
         self._check_room()
-        self._events.append(TraceEvent(kind, self.layers[0], ()))
+        self._mark(kind)
 
     def _keep(self, kind: TraceEventKind, keys: Iterable[ExpertKey]) -> None:
         self._check_room()
@@ -119,5 +133,5 @@ class TraceRecorder:
         return event._replace(tokens=tuple(counts[expert] for expert in event.experts))
 
     def _check_room(self) -> None:
-        if len(self._events) >= EVENTS_MAX:
+        if self.is_full:
             raise CapacityError(f"a trace holds {EVENTS_MAX} events: save it, and begin another recorder")

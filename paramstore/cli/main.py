@@ -12,7 +12,7 @@ from io import TextIOWrapper
 import typer
 
 from paramstore import __version__
-from paramstore.cli import bench, demo, export, fsck, import_, plan, run, serve, status, stop, verify
+from paramstore.cli import bench, demo, export, fsck, import_, plan, run, serve, status, stop, trace, verify
 from paramstore.cli.exits import SIGNALLED, exit_code
 from paramstore.cli.signals import told
 from paramstore.errors import ParamStoreError
@@ -38,6 +38,7 @@ app.command("run")(run.run)
 app.command("serve-model")(run.serve_model)
 app.command("demo")(demo.demo)
 app.add_typer(bench.app, name="bench")
+app.add_typer(trace.app, name="trace")
 
 
 def _version(is_wanted: bool) -> None:

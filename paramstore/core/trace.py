@@ -109,9 +109,11 @@ class Trace:
 def unpack_trace(content: bytes) -> Trace:
     """Unpacks the bytes of a trace file. Raises ConfigError on anything else."""
     try:
-        magic, described, packed = content.split(b"\n", 2)
+        magic, *rest = content.split(b"\n", 2)
         if magic not in (MAGIC, MAGIC_COUNTED):
-            raise ConfigError(f"it begins with {magic[:32]!r}, not with {MAGIC!r} or {MAGIC_COUNTED!r}")
+            advice = ", so a newer paramstore has written it: read it with that" if magic.startswith(MAGIC[:-1]) else ""
+            raise ConfigError(f"it begins with {magic[:32]!r}, not with {MAGIC!r} or {MAGIC_COUNTED!r}{advice}")
+        described, packed = rest
         header = TraceHeader(**json.loads(described))
         _ = header.space, Schema.from_description(header.schema)
         inflate = zlib.decompressobj()
@@ -119,7 +121,7 @@ def unpack_trace(content: bytes) -> Trace:
         if inflate.unconsumed_tail or not inflate.eof:
             raise ConfigError("its events are cut off, or more than a trace holds")
         return Trace(header, tuple(_events(header, body, counted=COUNTED if magic == MAGIC_COUNTED else 0)))
-    except (ValueError, TypeError, KeyError, IndexError, zlib.error, ParamStoreError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, zlib.error, ParamStoreError) as error:
         raise ConfigError(f"this is no trace: {error}") from error
 
 

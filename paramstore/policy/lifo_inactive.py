@@ -9,7 +9,7 @@ too. Its buffer belongs to one layer. Here layers share one, and a key counts as
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
-from heapq import nsmallest
+from itertools import islice
 
 from paramstore.policy.base import Policy, layer_of
 
@@ -19,8 +19,8 @@ class LifoInactive(Policy):
     other names are one layer."""
 
     def __init__(self) -> None:
-        self._arrived: dict[Hashable, int] = {}
-        self._arrivals = 0
+        self._arrived: dict[Hashable, None] = {}
+        """Held names in the order in which they came."""
         self._active: dict[object, frozenset[Hashable]] = {}
 
     def begin_visit(self, names: Collection[Hashable]) -> None:
@@ -34,22 +34,22 @@ class LifoInactive(Policy):
             self.hold(name)
 
     def hold(self, name: Hashable) -> None:
-        self._arrivals += 1
-        self._arrived[name] = self._arrivals
+        self._arrived.pop(name, None)
+        self._arrived[name] = None
 
     def forget(self, name: Hashable) -> None:
         self._arrived.pop(name, None)
 
     def victims(self, count: int, protected: Callable[[Hashable], bool]) -> list[Hashable] | None:
-        found = nsmallest(count, (name for name in self._arrived if not protected(name)), key=self._rank)
+        found: list[Hashable] = []
+        for is_active in (False, True):
+            newest_first = (name for name in reversed(self._arrived) if self._is_active(name) is is_active and not protected(name))
+            found.extend(islice(newest_first, count - len(found)))
         return found if len(found) == count else None
 
     def heat(self, name: Hashable) -> float:
         """1 for a held name that its layer's last visit used, 1/2 for another held one, 0 for one that is not held."""
         return 0.0 if name not in self._arrived else 1.0 if self._is_active(name) else 0.5
-
-    def _rank(self, name: Hashable) -> tuple[bool, int]:
-        return self._is_active(name), -self._arrived[name]
 
     def _is_active(self, name: Hashable) -> bool:
         return name in self._active.get(layer_of(name), ())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterable
-from heapq import nsmallest
+from heapq import heappop, heappush, nsmallest
 from math import inf
 
 from paramstore.policy.base import Policy
@@ -31,6 +31,12 @@ class Belady(Policy):
         self._arrived: dict[Hashable, int] = {}
         """Held names, with the time of their last use or arrival, oldest first."""
         self._wave: set[Hashable] = set()
+        self._furthest: list[tuple[float, int, Hashable]] = []
+        """Without waves: a heap of (minus the next use, number of the arrival, name). What has arrived again since, or was
+        forgotten, still lies among the others: an arrival tells the next use, which nothing changes until then."""
+        self._arrivals: dict[Hashable, int] = {}
+        """Without waves: held name -> number of its last arrival or use."""
+        self._arrival = 0
 
     @classmethod
     def of(cls, uses: Iterable[Hashable]) -> Belady:
@@ -47,10 +53,13 @@ class Belady(Policy):
             self._wave.discard(name)
         else:
             self._now += 1
+            self._push(name)
 
     def hold(self, name: Hashable) -> None:
         self._arrived.pop(name, None)
         self._arrived[name] = self._now
+        if not self._is_waves:
+            self._push(name)
 
     def expect(self, names: Iterable[Hashable]) -> None:
         if self._is_waves:
@@ -59,14 +68,36 @@ class Belady(Policy):
 
     def forget(self, name: Hashable) -> None:
         self._arrived.pop(name, None)
+        self._arrivals.pop(name, None)
 
     def victims(self, count: int, protected: Callable[[Hashable], bool]) -> list[Hashable] | None:
-        free = (name for name in self._arrived if not protected(name))
-        found = nsmallest(count, free, key=lambda name: -self.next_use(name))
+        if self._is_waves:
+            free = (name for name in self._arrived if not protected(name))
+            found = nsmallest(count, free, key=lambda name: -self.next_use(name))
+        else:
+            found = self._furthest_first(count, protected)
         return found if len(found) == count else None
 
     def heat(self, name: Hashable) -> float:
         return 1.0 / (1.0 + self.next_use(name) - self._now) if name in self._arrived else 0.0
+
+    def _push(self, name: Hashable) -> None:
+        self._arrival += 1
+        self._arrivals[name] = self._arrival
+        heappush(self._furthest, (-self.next_use(name), self._arrival, name))
+
+    def _furthest_first(self, count: int, protected: Callable[[Hashable], bool]) -> list[Hashable]:
+        found, looked_at = list[Hashable](), []
+        while self._furthest and len(found) < count:
+            _, arrival, name = entry = heappop(self._furthest)
+            if self._arrivals.get(name) != arrival:
+                continue
+            looked_at.append(entry)
+            if not protected(name):
+                found.append(name)
+        for entry in looked_at:
+            heappush(self._furthest, entry)
+        return found
 
     def next_use(self, name: Hashable) -> float:
         """Time of the next use of `name`: now or later, infinity for never."""

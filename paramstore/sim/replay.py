@@ -1,14 +1,15 @@
 """Replays a trace through the planner under given policies; counts hits and bytes.
 
 Calls come in the order of the trace. The replay leaves out: time, so that nothing is late and every prefetch lands before the
-next call; commits, so that a record is written only when its slot is needed; and reads that share a transfer.
+next call; commits, so that a record is written only when its slot is needed; reads that share a transfer; and the steps that
+records of an exact namespace make without a gradient.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
@@ -93,11 +94,11 @@ def parts_of(trace: Trace, slots: int) -> Iterator[Part]:
             yield event.kind, part
 
 
-def replay(trace: Trace, share: float, policies: Policies) -> Outcome:
-    """Replays the trace, without its prefetches: demand alone decides what is loaded."""
-    slots = slots_of(trace, share)
+def replay(trace: Trace, slots: int, policies: Policies) -> Outcome:
+    """Replays the trace in arenas of `slots` slots each, without its prefetches: demand alone decides what is loaded."""
+    schema = replace(trace.schema, updates="touched") if trace.schema.is_trainable else trace.schema
     world = World(
-        trace.schema, trace.header.space, param_slots=slots, working_slots=slots, param_policy=policies.param,
+        schema, trace.header.space, param_slots=slots, working_slots=slots, param_policy=policies.param,
         working_policy=policies.working,
     )  # fmt: skip
     view = world.open(is_writer=trace.schema.is_trainable)
@@ -146,14 +147,14 @@ def _apply(world: World, keys: Sequence[ExpertKey]) -> None:
             under_way.append(hold_next())
 
 
-def belady_policies(trace: Trace, share: float) -> Policies:
-    """Makes the optimum for exactly the uses that `replay` will record for this share."""
+def belady_policies(trace: Trace, slots: int) -> Policies:
+    """Makes the optimum for exactly the uses that `replay` will record in as many slots."""
     param_uses: dict[Hashable, list[int]] = {}
     param_endings: dict[Hashable, list[int]] = {}
     optim_uses: dict[Hashable, list[int]] = {}
     uses = applies = 0
     pushed: dict[ExpertKey, None] = {}
-    for kind, keys in parts_of(trace, slots_of(trace, share)):
+    for kind, keys in parts_of(trace, slots):
         if kind is TraceEventKind.ACQUIRE:
             for key in keys:
                 param_uses.setdefault(key, []).append(uses)

@@ -185,7 +185,7 @@ class World(PlannerAlone):
         moved, schema = self.moved, self.schema
         if move.kind is MoveKind.LOAD_PARAM:
             moved.param_loads += 1
-            moved.bytes_read += _param_read_bytes(schema)
+            moved.bytes_read += param_read_bytes(schema)
         elif move.kind is MoveKind.MATERIALISE:
             moved.materialised += 1
         elif move.kind is MoveKind.LOAD_WORKING:
@@ -202,7 +202,7 @@ def _arena(slot_bytes: int, slots: int, policy: Policy, *, segment: int) -> Aren
     return arena
 
 
-def _param_read_bytes(schema: Schema) -> int:
+def param_read_bytes(schema: Schema) -> int:
     """Bytes that a load of `param` reads of a record: the header and the masters it is made from, or all of it."""
     if not schema.is_trainable:
         return schema.record_bytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paramstore.core.trace import Trace, TraceEvent, TraceEventKind
+from paramstore.core.trace import TraceEventKind
 
 SCRIPTS = Path(__file__).parents[2] / "bench"
 
@@ -64,12 +64,6 @@ def test_the_beginning_of_a_decode_trace_holds_at_every_size(script: Any, name: 
             assert row["holds"], (share, rates)
             assert rates["belady"] >= max(rates.values())
             assert row["ratio"] == pytest.approx(rates["schedule"] / rates["belady"])
-
-
-def test_a_beginning_is_of_whole_steps(script: Any) -> None:
-    events = [TraceEvent(TraceEventKind.ACQUIRE, 0, (0, 1)), TraceEvent(TraceEventKind.STEP, 0, ())] * 3
-    trace = Trace(script.load("decode-1").header, tuple(events))
-    assert [len(script.beginning(trace, uses).events) for uses in (1, 2, 3, 4, 7)] == [2, 2, 4, 4, 6]
 
 
 def test_the_figures_that_are_kept_hold_and_are_those_of_the_page(script: Any) -> None:

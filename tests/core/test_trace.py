@@ -89,6 +89,9 @@ def with_header(**changes: object) -> bytes:
     [
         (b"", "this is no trace"),
         (some_trace().pack().replace(MAGIC, b"paramstore-trace 9"), "begins with b'paramstore-trace 9'"),
+        (some_trace().pack().replace(MAGIC, b"paramstore-trace 9"), "a newer paramstore has written it"),
+        (b"a model\n{}\n", r"b'a model', not with .*2'$"),
+        (MAGIC, "this is no trace"),
         (some_trace().pack()[:-3], "cut off"),
         (with_body(b"\x01\x00\x00\x00"), "end within an event"),
         (with_body(b"\x01\x00\x00\x00\x08"), "above 10"),

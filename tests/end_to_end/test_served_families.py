@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import paramstore as ps
+from paramstore.core.trace import TraceEvent, TraceEventKind
 from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.model.layout import find_layout
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.moe_families import (
     NOT_GROUPED,
@@ -47,6 +50,25 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def watch_routers(stock: Any) -> list[TraceEvent]:
+    """A list to which every dispatch of the unmodified model is added, as its experts modules are told it."""
+    found: list[TraceEvent] = []
+    layout = find_layout(stock)
+
+    def note(layer: int, module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        chosen = arguments[1]
+        if chosen.dim() == 3:  # one-hot, as Switch has it
+            counts = chosen.sum(dim=(0, 1)).tolist()
+        else:
+            counts = torch.bincount(chosen.reshape(-1), minlength=layout.experts).tolist()
+        used = tuple(expert for expert, count in enumerate(counts) if count)
+        found.append(TraceEvent(TraceEventKind.ACQUIRE, layer, used, tuple(counts[expert] for expert in used)))
+
+    for layer, path in layout.modules.items():
+        stock.get_submodule(path).register_forward_pre_hook(partial(note, layer))
+    return found
+
+
 def segments_of(namespace: ps.Namespace) -> set[int]:
     """The addresses of the mappings in which a layer's experts lie."""
     with namespace.acquire([(namespace.layers[0], expert) for expert in range(namespace.experts)]) as lease:
@@ -71,12 +93,15 @@ def test_family_has_the_logits_of_the_unmodified_model_from_several_segments(
     stock = modeling.build(model_class, tiny_config(family), **given).eval()
     inputs = [tokens(), tokens(seed=1), *(tokens(seed=seed)[:1, :1] for seed in (2, 3))]
     with ps.connect(daemon.address) as store, torch.no_grad():
+        routed = watch_routers(stock)
         expected = [logits(stock, ids) for ids in inputs]
         for options in CASES:
             torch.manual_seed(0)
             served = ps.hf.from_config(model_class, config, store=store, mode="infer", **given, **options).eval()
-            for ids, value in zip(inputs, expected, strict=True):
-                assert torch.equal(logits(served, ids), value), (options, ids.shape)
+            with ps.hf.recording(served) as recording:
+                for ids, value in zip(inputs, expected, strict=True):
+                    assert torch.equal(logits(served, ids), value), (options, ids.shape)
+            assert [event for event in recording.recorded().events if event.experts] == routed, options
             namespace = ps.hf.namespace(served)
             if options is CASES[0]:
                 assert len(segments_of(namespace)) >= 2

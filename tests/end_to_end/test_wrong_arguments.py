@@ -208,7 +208,7 @@ class Scene:
             "weight_decay_of_experts": None, "Experts.group": None, "updates_in_backward": False, "clip_coef": 1.0,
             "from_config.config": SimpleNamespace(model_type="toy"), "model_class": SimpleNamespace(from_pretrained=None),
             "hf.path": self.directory, "hf.mode": "train", "hf.updates": "exact", "hf.optimizer": "adamw", "schema_options": None,
-            "store": self.store, "experts_kernel": "auto", "progress": None, "state_dict": {},
+            "file": None, "how": "", "store": self.store, "experts_kernel": "auto", "progress": None, "state_dict": {},
             "keeper": KEEPER, "swiglu.weights": {"gate_up": torch.ones(4, 2), "down": torch.ones(2, 2)}, "x_tD": torch.ones(1, 2),
         }  # fmt: skip
 
@@ -224,7 +224,7 @@ def settled(ticket: ps.Ticket[Any]) -> object:
 
 MADE_BY_US = {
     "Lease", "Namespace", "Store", "Ticket", "Experts", "ExpertSentinel", "Launch", "PrefetchPlan", "ExpertLayout", "ExpertTensor",
-    "Schema", "Followed", "Following", "SpeculationFigures",
+    "Schema", "Followed", "Following", "SpeculationFigures", "Recording",
 }  # fmt: skip
 """Classes whose values the client gives out: nobody calls them. (A schema is made by the schema functions.)"""
 FOR_US = {

@@ -50,8 +50,9 @@ def outcomes(trace: Trace, share: float) -> dict[str, Outcome]:
         return lambda slots: make_policy(PolicyConfig(name=name), slots)
 
     names = ("lru", "decayed_lfu", "schedule")
-    found = {name: replay(trace, share, Policies(name, maker(name), maker(name), param, optim)) for name in names}
-    return found | {"belady": replay(trace, share, belady_policies(trace, share))}
+    slots = slots_of(trace, share)
+    found = {name: replay(trace, slots, Policies(name, maker(name), maker(name), param, optim)) for name in names}
+    return found | {"belady": replay(trace, slots, belady_policies(trace, slots))}
 
 
 def test_what_fits_is_read_once_and_never_written() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from paramstore.bench.report.rows import RAW, SUBJECT, Report, Row
 from paramstore.bench.report.table import machine_line
+from paramstore.directories import check_writable
 from paramstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,24 +57,18 @@ def draw(report: Report, file: Path) -> None:
     figure.savefig(file, dpi=130)
 
 
-def check_target(file: Path) -> None:
-    """Checks that `draw` can write `file`, and leaves nothing behind. Raises ConfigError, so that it is known before measuring."""
+def check_target(file: Path, name: str = "--plot") -> None:
+    """Checks that a picture can be drawn into `file`, and leaves nothing behind. name: the flag that it was given as. Raises
+    ConfigError, so that it is known before measuring."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        raise ConfigError(f"--plot {file}: pictures need matplotlib: pip install matplotlib") from error
+        raise ConfigError(f"{name} {file}: pictures need matplotlib: pip install matplotlib") from error
 
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if file.suffix.lower().removeprefix(".") not in kinds:
-        raise ConfigError(f"--plot {file}: the suffix chooses the format: use {', '.join(f'.{kind}' for kind in sorted(kinds))}")
-    try:
-        is_new = not file.exists()
-        with file.open("ab"):
-            pass
-        if is_new:
-            file.unlink()
-    except OSError as error:
-        raise ConfigError(f"--plot {file}: cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{name} {file}: the suffix chooses the format: use {', '.join(f'.{kind}' for kind in sorted(kinds))}")
+    check_writable(name, file)
 
 
 def label_of(row: Row) -> str:

@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -30,9 +31,10 @@ from paramstore_client.hf.model.device_supply import DeviceSupply, may_supply
 from paramstore_client.hf.model.dispatch import Dispatch, look_up
 from paramstore_client.hf.model.early_loads import EarlyLoads
 from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, make_kernel
-from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, LayersUnderWay, WeightsOf
+from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, LayersUnderWay, Supply, WeightsOf
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.lease_window import Hint
+from paramstore_client.hf.model.recording import RecordedSupply, Recording
 from paramstore_client.hf.model.stripping import Unpicklable
 from paramstore_client.hf.model.weight_sources import CompactSupply, FieldSupply, HeldSupply, StreamedSupply, recorded_stacks
 from paramstore_client.nn.schedule import ExpertSchedule
@@ -70,6 +72,8 @@ class ModelExperts:
         self.buffers = CompactBuffers(source.schema.part("param").fields, is_poisoned=is_poisoned)
         self.early = EarlyLoads(source)
         self.speculates = speculates
+        self.recording: Recording | None = None
+        """What takes the routers' decisions down, while it is on."""
         self.is_between_steps = False
         """Whether dense weights and experts may be of two steps: nothing is computed with them then."""
         self.is_shared = False
@@ -180,6 +184,14 @@ class LayerExperts(Unpicklable):
             anchor = self._anchor() if self._anchor is not None and torch.is_grad_enabled() else None
             return y_TH if anchor is None else y_TH + anchor
         early.judge(self.layer, experts)
+        y_TH = self._computed(module, dispatch, hidden_TH, gate_TK)
+        if self._model.recording is not None:
+            self._model.recording.keep_dispatch(self.layer, experts, dispatch.counts)
+        return y_TH
+
+    def _computed(self, module: nn.Module, dispatch: Dispatch, hidden_TH: Tensor, gate_TK: Tensor) -> Tensor:
+        assert self._kernel is not None, "a registry module has a kernel"
+        experts = dispatch.experts
         keys = [(self.layer, expert) for expert in experts]
         kernel, device = self._kernel, hidden_TH.device
         is_recorded = self._may_record(kernel, device, len(keys))
@@ -214,7 +226,12 @@ class LayerExperts(Unpicklable):
             self._model.source, keys, device, forward_hint=self._forward_hint(dispatch, hidden_TH),
             backward_hint=partial(self._model.after_backward, self.layer),
         )  # fmt: skip
-        return call(supply).run((hidden_TH, gate_TK))
+        return call(self._recorded(supply, experts, dispatch.counts)).run((hidden_TH, gate_TK))
+
+    def _recorded(self, supply: Supply, experts: Iterable[int], counts: Iterable[int]) -> Supply:
+        """`supply`, and while a recording is on, one that tells it of its backward. experts, counts: looked at then."""
+        recording = self._model.recording
+        return supply if recording is None else RecordedSupply(supply, recording, self.layer, experts, counts)
 
     def _on_device(self, dispatch: Dispatch, hidden_TH: Tensor) -> DeviceSupply | None:
         """The supply of a forward that can compute in the slots of a device tier."""
@@ -258,6 +275,7 @@ class LayerExperts(Unpicklable):
     def _run_container(self, container: nn.Module, forward: Callable[..., Tensor], arguments: Sequence[Any]) -> Tensor:
         keys: list[ExpertKey] = []  # those that forward asks for, in its order
         position_of: dict[int, int] = {}
+        rows: Counter[int] = Counter()
         device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
         supply = StreamedSupply(
             self._model.source, keys, device, forward_hint=_no_hint, backward_hint=_no_hint, part_size=1
@@ -270,10 +288,14 @@ class LayerExperts(Unpicklable):
                     keys.append((self.layer, expert))
                 return weights_of(position_of[expert])
 
-            return forward(module_list.ContainerView(container, weights_of_expert), *arguments)
+            return forward(module_list.ContainerView(container, weights_of_expert, rows), *arguments)
 
         inputs = [argument for argument in arguments if isinstance(argument, Tensor)]
-        return LayerCall(supply, self._model.passes, compute, anchor=self._anchor).run(inputs)
+        recorded = self._recorded(supply, rows.keys(), rows.values())
+        y = LayerCall(recorded, self._model.passes, compute, anchor=self._anchor).run(inputs)
+        if self._model.recording is not None and rows:
+            self._model.recording.keep_dispatch(self.layer, rows.keys(), rows.values())
+        return y
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerExperts:
         """Returns itself: a copy of a model shares the experts."""

@@ -8,6 +8,7 @@ A field is named by its path in the expert: `wi.weight`.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -61,12 +62,15 @@ def strip_container(container: nn.Module) -> None:
 class ContainerView:
     """The `self` that a container's forward sees: experts that compute with the weights of the store, all else its own.
 
-    weights_of: (expert index) -> its tensors by field, valid until the next call.
+    weights_of: (expert index) -> its tensors by field, valid until the next call. rows: takes how many rows each expert was given.
     """
 
-    def __init__(self, container: nn.Module, weights_of: Callable[[int], Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self, container: nn.Module, weights_of: Callable[[int], Mapping[str, Tensor]], rows: Counter[int]
+    ) -> None:  # fmt: skip
         self._container = container
         self._weights_of = weights_of
+        self._rows = rows
         self._index = {name: index for index, name in enumerate(expert_names(container))}
 
     def __getattr__(self, name: str) -> Any:
@@ -78,6 +82,7 @@ class ContainerView:
         expert = self._container.get_submodule(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            self._rows[index] += args[0].shape[:-1].numel()
             return _filled(expert, self._weights_of(index))(*args, **kwargs)
 
         return call

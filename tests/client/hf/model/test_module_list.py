@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_threads_that_compute_with_one_expert_have_weights_of_their_own() -> Non
     def weights(expert: int, _: int) -> Any:
         return twin.expert_values((0, expert))
 
-    views = [module_list.ContainerView(container, partial(weights, expert)) for expert in (1, 2)]
+    views = [module_list.ContainerView(container, partial(weights, expert), Counter()) for expert in (1, 2)]
     with torch.no_grad():
         expected = [view["expert_0"](x) for view in views]
     made = dict[int, torch.Tensor]()
