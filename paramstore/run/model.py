@@ -19,7 +19,7 @@ from paramstore_client import hf
 from paramstore_client.hf.checkpoint.progress import Progress, bar
 from paramstore_client.hf.checkpoint.skeleton import skeleton
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.compat.refusals import quantized_parts
+from paramstore_client.hf.compat.quantization import quantized_parts
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
 from paramstore_client.hf.loading.placement import available_bytes
 from paramstore_client.namespace import Namespace
