@@ -130,6 +130,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a client's call with `timeout_s=None` waits."""
     shutdown_timeout_s: float = 30.0
     """How long SIGTERM lets transfers under way finish."""
+    ends_when_unused_s: float = 0.0
+    """Seconds after its last session until the daemon ends, as by SIGTERM; 0: never. More finds experts in memory, less leaves
+    that memory to others sooner."""
     flush_timeout_s: float = 120.0
     """How long a commit waits for a volume to take its note and flush. Beyond that the commit fails, and the volume is fenced: less
     hears of a hanging drive sooner, more bears one that is only slow."""
@@ -229,6 +232,7 @@ _RULES = {
     "piece_bytes": _Rule(int, "a multiple of 1 MiB", lambda value: value > 0 and value % (1 << 20) == 0),
     "wait_timeout_s": _SECONDS,
     "shutdown_timeout_s": _SECONDS,
+    "ends_when_unused_s": _Rule(float, "a number of seconds; 0 for never", lambda value: 0.0 <= value < math.inf),
     "flush_timeout_s": _SECONDS,
     "allow_buffered": _SWITCH,
     "pmem_granularity": _Rule(str, "page, cache_line or byte", lambda value: value in ("page", "cache_line", "byte")),

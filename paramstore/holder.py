@@ -32,11 +32,20 @@ def holder(descriptor: int, *, length: int = 2) -> int | None:
 def daemon_of(directory: Path) -> int | None:
     """Returns the daemon that holds the store in `directory`, whether or not it can be reached; None if none does. Raises
     OSError."""
+    return _holder_in(directory, length=1)
+
+
+def is_held(directory: Path) -> bool:
+    """Whether another process, a daemon or not, holds the store in `directory`. Raises OSError."""
+    return _holder_in(directory, length=2) is not None
+
+
+def _holder_in(directory: Path, *, length: int) -> int | None:
     try:
         descriptor = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        return holder(descriptor, length=1)
+        return holder(descriptor, length=length)
     finally:
         os.close(descriptor)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore.holder import DAEMON_BYTE, LOCK_NAME, OTHER_BYTE, daemon_of, holder
+from paramstore.holder import DAEMON_BYTE, LOCK_NAME, OTHER_BYTE, daemon_of, holder, is_held
 
 HOLD = """
 import os, sys
@@ -54,6 +54,7 @@ def test_a_daemon_is_named_until_it_is_killed(tmp_path: Path, hold: Hold) -> Non
 def test_another_program_holds_the_directory_and_is_no_daemon(tmp_path: Path, hold: Hold) -> None:
     process = hold(OTHER_BYTE)
     assert daemon_of(tmp_path) is None
+    assert is_held(tmp_path)
     with open(tmp_path / LOCK_NAME, "rb") as file:
         assert holder(file.fileno()) == process.pid
 

@@ -17,6 +17,7 @@ import signal
 import socket
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -41,6 +42,11 @@ LINGERING_MAX = 4096
 BACKLOG = 64
 ACCEPT_PAUSE_S = 0.1
 """Pause after an accept that failed: the client still waits, so the loop would report it again without end."""
+FIRST_SESSION_S = 10.0
+"""Least time that a daemon which ends when it is unused waits for its first session."""
+UNUSED_LOOKS = 4
+"""Looks in a row at which nobody has a session, until a daemon is unused. A loop that was held up counts as one look: who waits to
+be accepted meanwhile is seen before the next."""
 LOCK_TRIES = 5
 LOCK_PAUSE_S = 0.05
 PR_SET_DUMPABLE = 4
@@ -59,9 +65,15 @@ def _refuse(sock: socket.socket, error: ParamStoreError) -> None:
 
 
 class Server:
-    """Accepts the clients of one service."""
+    """Accepts the clients of one service.
 
-    def __init__(self, service: Service, listener: socket.socket) -> None:
+    on_unused: called once, `unused_s` after the last session's connection has ended; 0: never. What an ended session still has
+    leased is no use: its process reads on without the daemon.
+    """
+
+    def __init__(
+        self, service: Service, listener: socket.socket, *, unused_s: float = 0.0, on_unused: Callable[[], object] = bool
+    ) -> None:
         self._service = service
         self._listener = listener
         self._loop = asyncio.get_running_loop()
@@ -71,6 +83,25 @@ class Server:
         self._half_open: list[Session] = []
         """Sessions that may not have said hello yet, oldest first."""
         self._loop.add_reader(listener.fileno(), self._accept)
+        self._look_pause_s, self._on_unused = unused_s / UNUSED_LOOKS, on_unused
+        self._unused_looks = 0
+        self._look_timer = self._loop.call_later(max(unused_s, FIRST_SESSION_S), self._look) if unused_s else None
+
+    def _look(self) -> None:
+        """Looks whether anybody has a session, now and then again."""
+        self._unused_looks = 0 if self._open_count() else self._unused_looks + 1
+        if self._unused_looks == UNUSED_LOOKS:
+            self._look_timer = None
+            logger.info("nobody has a session")
+            self._on_unused()
+        else:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        self._look_timer = self._loop.call_later(self._look_pause_s, self._look)
+
+    def _open_count(self) -> int:
+        return sum(not session.is_ended for session in self._sessions)
 
     def _accept(self) -> None:
         try:
@@ -80,9 +111,8 @@ class Server:
             self._loop.remove_reader(self._listener.fileno())
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
-        open_count = sum(not session.is_ended for session in self._sessions)
-        if open_count >= SESSIONS_MAX or len(self._sessions) >= LINGERING_MAX:
-            logger.warning("refused a client: %d sessions are open, %d in all", open_count, len(self._sessions))
+        if self._open_count() >= SESSIONS_MAX or len(self._sessions) >= LINGERING_MAX:
+            logger.warning("refused a client: %d sessions are open, %d in all", self._open_count(), len(self._sessions))
             _refuse(sock, CapacityError(f"the daemon serves {SESSIONS_MAX} sessions, which is its limit: close some"))
             return
         try:
@@ -96,6 +126,10 @@ class Server:
             session.close(None)
             return
         self._sessions.add(session)
+        if self._look_timer is not None:  # the first session has come: from now on the time is counted from the last one's end
+            self._look_timer.cancel()
+            self._unused_looks = 0
+            self._look_again()
         self._half_open = [other for other in self._half_open if not (other.is_known or other.is_ended)]
         self._half_open.append(session)
         if len(self._half_open) > HALF_OPEN_MAX:
@@ -116,6 +150,8 @@ class Server:
         """Stops accepting clients and disconnects those there are."""
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
+        if self._look_timer is not None:
+            self._look_timer.cancel()
         for session in list(self._sessions):
             session.close(None)
 
@@ -202,7 +238,8 @@ async def lock_with_retry(config: Config) -> StoreLock:
 
 
 async def serve(config: Config) -> None:
-    """Runs a daemon until SIGTERM, SIGINT or SIGHUP. Raises whatever keeps it from starting."""
+    """Runs a daemon until SIGTERM, SIGINT or SIGHUP, or until it is unused where its settings say so. Raises whatever keeps it
+    from starting."""
     check_socket_path(config.socket_path)  # before anything is touched on disk
     if not config.socket_path.absolute().is_relative_to(config.dir.absolute()):  # the store's directory is made first
         check_parent("socket directory", config.socket_path.parent)
@@ -235,7 +272,7 @@ def _heed_signals(stop: asyncio.Event) -> None:
 
 
 async def _serve_until(stop: asyncio.Event, service: Service, config: Config) -> None:
-    server = Server(service, listen(config.socket_path))
+    server = Server(service, listen(config.socket_path), unused_s=config.ends_when_unused_s, on_unused=stop.set)
     try:
         sys.stdout.write(f"ready unix://{config.socket_path.absolute()}\n")
         sys.stdout.flush()

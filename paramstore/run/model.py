@@ -11,7 +11,7 @@ from typing import Any
 
 import paramstore_client as client
 from paramstore.config import parse_size
-from paramstore.errors import CheckpointError
+from paramstore.errors import CheckpointError, WriterFenced
 from paramstore.run.daemon import RunDaemon
 from paramstore.run.home import Home
 from paramstore.run.plan import HOST_SHARE, plan_of
@@ -56,8 +56,9 @@ def use_model(home: Home, settings: RunSettings, tell: Callable[[str], object], 
 
     Raises CapacityError where the experts do not fit on the disk or in memory, before a daemon is started or anything is made;
     CheckpointError for a checkpoint that is damaged, has no tokenizer, or is another one than the store holds; UnsupportedModel for
-    one that cannot be served; and what `RunDaemon` and `ps.hf.from_pretrained` raise. What was imported until then stays, and is
-    gone on from. No `with` of its callers: an interrupt would wait for the end of all that happens in an `__enter__`.
+    one that cannot be served; WriterFenced while another run imports it, which goes on; and what `RunDaemon` and
+    `ps.hf.from_pretrained` raise. What was imported until then stays, and is gone on from. No `with` of its callers: an interrupt
+    would wait for the end of all that happens in an `__enter__`.
     """
     _hush()
     memory = ExpertMemory.of(settings.expert_memory, "auto", mode="infer")
@@ -73,12 +74,23 @@ def use_model(home: Home, settings: RunSettings, tell: Callable[[str], object], 
         home, host_budget=settings.host_budget, default_budget_bytes=budget_bytes, keeps=settings.keeps, tell=tell
     )  # fmt: skip
     with daemon as store:
+        _check_nobody_imports(home, store)
         model = _load_model(settings, home, store)
         namespace = hf.namespace(model)
         try:
             use(RunModel(model, tokenizer, store, namespace))
         finally:
             namespace.close()
+
+
+def _check_nobody_imports(home: Home, store: client.Store) -> None:
+    """Raises WriterFenced while another process imports these experts: opening their namespace would end its import."""
+    found = store.stats()["namespaces"].get(home.namespace)
+    if found is not None and found["committed_step"] is None and found["has_writer"]:
+        raise WriterFenced(
+            f"another run imports {home.checkpoint} into {home.directory} (namespace {home.namespace!r}), and goes on: give this "
+            "command again when that has answered, or has ended"
+        )
 
 
 def _load_model(settings: RunSettings, home: Home, store: client.Store) -> Any:

@@ -25,9 +25,11 @@ from paramstore.cli import run as command
 from paramstore.cli import signals
 from paramstore.holder import daemon_of
 from paramstore.run import answers, model, plan, server
+from paramstore.run.daemon import RunDaemon
 from paramstore.run.home import home_of
 from paramstore_client.connection import autostart
 from paramstore_client.hf.checkpoint.recipes import ExpertSource
+from paramstore_client.namespace import Namespace
 from paramstore_client.running import find_daemon
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.quantized_checkpoints import CHECKPOINTS
@@ -61,6 +63,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 def store_of(checkpoint: Path) -> Path:
     return home_of(str(checkpoint), directory=None, namespace=None, dtype=None).directory
+
+
+def assert_no_daemon(store: Path) -> None:
+    """Asserts that none is there, or that it is about to end: who interrupted the run does not wait for it."""
+    if (daemon := find_daemon(store / "run" / "paramstore.sock")) is not None:
+        with daemon:
+            assert daemon.has_ended(30)
+    if (process := autostart.started_in(store)) is not None:
+        process.wait(30)
 
 
 def answer_of(checkpoint: Path, prompt: str, *, is_raw: bool = False) -> str:
@@ -130,7 +141,7 @@ def test_a_checkpoint_that_was_replaced_is_refused_with_the_way_out(
     assert said.out == ""
     assert "CheckpointError: namespace 'replaced-" in said.err
     assert f"imported anew with another --dir, or after `rm -r {store_of(path)}`" in said.err
-    assert daemon_of(store_of(path)) is None
+    assert_no_daemon(store_of(path))
 
 
 def test_what_cannot_be_run_is_told_with_its_exit_code_and_nothing_is_made(
@@ -194,58 +205,45 @@ def test_a_daemon_that_was_there_stays_and_one_that_was_started_stays_if_it_is_a
     assert "the daemon that runs has host_budget" not in said  # nobody asked for another
 
 
-def test_a_daemon_that_was_started_stays_for_others(
-    checkpoint: Path, cache: Path, paramstore: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others: list[ps.Store] = []
-    answer = answers.Answers.answer
-
-    def while_another_reads(self: answers.Answers, messages: Any) -> str:
-        others.append(ps.connect(store_of(checkpoint)))
-        others[0].open_namespace(store_of(checkpoint).name)
-        return answer(self, messages)
-
-    monkeypatch.setattr(answers.Answers, "answer", while_another_reads)
-    assert paramstore("run", str(checkpoint), "hello", *GREEDY) == 0
-    assert " stays, others use it: " in capsys.readouterr().err
-    others[0].stats()
-    others[0].close()
-
-
-def interrupt(*_: object, **__: object) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupt(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
 
 
 INTERRUPTED = "paramstore: interrupted; what was imported stays, and the same command goes on from it\n"
-MOMENTS: dict[str, tuple[object, str]] = {
-    "planning": (model, "plan_of"),
-    "starting the daemon": (autostart._Start, "pause"),
-    "load": (model, "_load_tokenizer"),
-    "generating": (answers._Listener, "put"),
+MOMENTS: dict[str, tuple[object, str, int, int]] = {
+    "planning": (model, "plan_of", 1, signal.SIGINT),
+    "starting the daemon": (autostart._Start, "pause", 1, signal.SIGINT),
+    "loading": (ps.Store, "open_namespace", 1, signal.SIGTERM),
+    "generating": (answers._Listener, "put", 2, signal.SIGINT),
+    "closing the namespace": (Namespace, "close", 2, signal.SIGTERM),
+    "closing": (ps.Store, "close", 1, signal.SIGINT),
+    "awaiting the end of the daemon": (RunDaemon, "_has_ended", 1, signal.SIGTERM),
 }
+"""Where a signal comes, at which call of what: the first namespace that is closed is that of the import."""
+RARE = ("planning", "generating", "closing", "awaiting the end of the daemon")
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [pytest.param(name, marks=[pytest.mark.soak] if name in RARE else []) for name in MOMENTS])
 def test_an_interrupt_at_any_moment_leaves_nothing_broken_and_nobody_behind(
     moment: str, checkpoint: Path, cache: Path, paramstore: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name = MOMENTS[moment]
-    act, calls = getattr(owner, name), []
+    owner, name, call, number = MOMENTS[moment]
+    act, daemons = getattr(owner, name), list[int | None]()
 
     def interrupted(*words: Any, **named: Any) -> Any:
-        calls.append(name)
-        if len(calls) == (2 if moment == "generating" else 1):
-            interrupt()
+        daemons.append(daemon_of(store_of(checkpoint)))
+        if len(daemons) == call:
+            interrupt(number)
         return act(*words, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
-        assert paramstore("run", str(checkpoint), "hello", *GREEDY) == 130
+        assert paramstore("run", str(checkpoint), "hello", *GREEDY) == 128 + number
     said = capsys.readouterr().err
     assert said.endswith(INTERRUPTED)
     assert "Traceback" not in said
-    assert daemon_of(store_of(checkpoint)) is None
-    assert autostart.started_in(store_of(checkpoint)) is None
+    assert (daemons[call - 1] is None) == (moment in ("planning", "starting the daemon"))
+    assert_no_daemon(store_of(checkpoint))
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -263,7 +261,7 @@ def test_an_import_that_was_interrupted_is_gone_on_from_and_the_answer_is_the_sa
     monkeypatch.setattr(ExpertSource, "read", read_some)
     assert paramstore("run", str(checkpoint), "hello", *GREEDY) == 130
     assert capsys.readouterr().err.endswith(INTERRUPTED)
-    assert daemon_of(store_of(checkpoint)) is None
+    assert_no_daemon(store_of(checkpoint))
     signals._ending = signals._Ending()  # a new process
     assert paramstore("run", str(checkpoint), "hello", *GREEDY) == 0
     assert capsys.readouterr().out == answer_of(checkpoint, "hello") + "\n"
@@ -342,4 +340,4 @@ def test_a_model_is_served_until_an_interrupt_and_what_is_in_the_way_is_told_bef
     assert re.fullmatch(r"ready http://127\.0\.0\.1:\d+/v1\n", said.out)
     assert len(heard) == 1
     assert "Traceback" not in said.err
-    assert daemon_of(store_of(checkpoint)) is None
+    assert_no_daemon(store_of(checkpoint))

@@ -311,6 +311,47 @@ def test_sessions_that_ended_but_for_their_leases_keep_nobody_out(
     at_desk(scenario)
 
 
+def test_a_daemon_is_unused_some_time_after_its_last_session_and_not_before(
+    at_desk: AtDesk, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases that a process which lives on has kept are no use of it; a session that loads nothing yet is."""
+    told: list[str] = []
+
+    async def scenario(desk: Any) -> None:
+        server = Server(desk.service, listen(path), unused_s=60.0, on_unused=lambda: told.append("unused"))
+        timer = server._look_timer
+        assert timer is not None
+        assert timer.when() - server._loop.time() > 59.0, "the first session has time to come"
+        desk.clients += [RawClient.connect(path) for _ in range(2)]
+        leaver, stayer = desk.clients
+        for client in desk.clients:
+            await client.hello()
+        handle = await desk.create(leaver)
+        assert (await leaver.request(m.Acquire, handle, [(0, 0)], "param", 5.0)).slots
+        leaver.close()
+        await desk.until(lambda: server._open_count() == 1)
+        for _ in range(2 * server_module.UNUSED_LOOKS):
+            server._look()
+        stayer.close()
+        await desk.until(lambda: server._open_count() == 0)
+        for _ in range(server_module.UNUSED_LOOKS - 1):
+            server._look()
+        desk.clients.append(RawClient.connect(path))
+        await desk.clients[2].hello()
+        desk.clients[2].close()
+        await desk.until(lambda: server._open_count() == 0)
+        for _ in range(server_module.UNUSED_LOOKS - 1):
+            server._look()
+        assert told == []
+        server._look()
+        assert told == ["unused"]
+        assert server._look_timer is None
+        server.close()
+        assert Server(desk.service, listen(path))._look_timer is None, "unless it is set, a daemon stays"
+
+    at_desk(scenario)
+
+
 def test_an_accept_that_fails_is_tried_again_without_spinning(
     at_desk: AtDesk, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,8 @@
 """Starts a daemon where none runs. It is exec'd, never forked off, and outlives this process.
 
 Ranks that start together get one daemon: each tries to connect, each may start one, the store's lock lets one of them
-live, and the others end with StoreLocked while their ranks go on trying to connect.
+live, and the others end with StoreLocked while their ranks go on trying to connect. Where the one that held it was about to end,
+another is started when it is gone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from paramstore.config import ENVIRONMENT_PREFIX, load
 from paramstore.core import arguments
 from paramstore.directories import check_parent
 from paramstore.errors import ConfigError, StoreLocked, StoreUnavailable
+from paramstore.holder import is_held
 from paramstore_client.connection.address import listener_of, try_connect, url
 
 SERVE_COMMAND: tuple[str, ...] = (sys.executable, "-m", "paramstore", "serve")
@@ -153,21 +155,26 @@ class _Start:
         self._path = path
         self._directory = directory
         self._log = directory / LOG_NAME
+        self._options = options
         check_parent("ServeOptions: dir", directory)
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"ServeOptions: dir={str(directory)!r} cannot be made a directory: {error.strerror}") from error
+        self._launch()
+
+    def _launch(self) -> None:
+        """Starts the process. Raises StoreUnavailable."""
         try:
             with open(self._log, "ab", opener=_open_private) as log:
                 self._log_start = log.tell()
                 self._process = subprocess.Popen(
-                    [*SERVE_COMMAND, *options.arguments(path)],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=options.environment(),
+                    [*SERVE_COMMAND, *self._options.arguments(self._path)],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=self._options.environment(),
                     start_new_session=True, close_fds=True,
                 )  # fmt: skip
         except OSError as error:
-            raise StoreUnavailable(f"the daemon could not be started in {directory}: {error}") from error
+            raise StoreUnavailable(f"the daemon could not be started in {self._directory}: {error}") from error
         assert self._process.stdout is not None
         self._stdout = self._process.stdout
         self._lines = select.poll()
@@ -189,6 +196,9 @@ class _Start:
                 f"the daemon ended with exit code {self._process.returncode} before it served. {self._tail()}"
             )
         self._check_winner()
+        if self._holder() is not None and not is_held(self._directory):  # the winner was about to end
+            self._stdout.close()
+            self._launch()
 
     def _check_winner(self) -> None:
         """Raises StoreUnavailable if the daemon that holds the directory already serves at another socket."""

@@ -108,6 +108,20 @@ def test_client_whose_daemon_lost_the_race_waits_for_the_winner(tmp_path: Path, 
         stores[0].close()
 
 
+def test_a_daemon_is_started_again_when_the_one_that_held_the_directory_has_ended(tmp_path: Path, serve_with: Command) -> None:
+    serve_with(
+        SERVE
+        + """
+    if not (known.dir / "tried").exists():
+        (known.dir / "tried").touch()
+        sys.exit("StoreLocked: store directory x is in use by process 1: connect to it")
+    """
+        + FAKE.removeprefix(SERVE)
+    )
+    with ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "data"), timeout_s=30.0) as store:
+        assert store.stats() == {"leases": 0}
+
+
 @pytest.mark.slow
 def test_a_daemon_that_holds_the_directory_and_listens_elsewhere_is_named_at_once(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere.sock"
@@ -121,7 +135,10 @@ def test_a_daemon_that_holds_the_directory_and_listens_elsewhere_is_named_at_onc
 
 
 @pytest.mark.slow
-def test_a_holder_whose_address_is_not_known_is_named_when_the_time_is_over(tmp_path: Path, serve_with: Command) -> None:
+def test_a_holder_whose_address_is_not_known_is_named_when_the_time_is_over(
+    tmp_path: Path, serve_with: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autostart, "is_held", lambda directory: True)
     serve_with(f"import sys; sys.exit('StoreLocked: store directory x is in use by process {os.getpid()}: connect to it')")
     with pytest.raises(ps.StoreUnavailable, match=rf"^process {os.getpid()} holds .*nobody listened at unix://.*connect to the"):
         ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "data"), timeout_s=2.0)
