@@ -189,6 +189,7 @@ def test_the_daemon_of_another_store_at_that_socket_is_refused_and_lives_on(
             assert store.namespaces() == []
 
 
+@pytest.mark.soak  # the shorter trial of the same is in tests/run/test_daemon.py
 def test_a_daemon_that_was_there_stays_and_one_that_was_started_stays_if_it_is_asked_for(
     checkpoint: Path, cache: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
