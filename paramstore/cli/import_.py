@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import typer
 
@@ -30,6 +31,14 @@ def _check_words(*, optimizer: str, updates: str, state_dtype: str | None, dtype
         choice("--state-dtype", state_dtype, STATE_DTYPES)
     if dtype is not None:
         choice("--dtype", dtype, tuple(ITEM_BYTES) if optimizer == NO_OPTIMIZER else PARAM_DTYPES)
+
+
+def _check_packed(directory: Path, *, optimizer: str, dtype: str | None) -> None:
+    """Raises CheckpointError, ConfigError where options ask for something else than quantized experts as they are."""
+    if optimizer != NO_OPTIMIZER:
+        raise CheckpointError(f"{directory}: its experts are quantized: --optimizer none keeps them as they are, to be served")
+    if dtype is not None:
+        raise ConfigError(f"--dtype {dtype}: the experts of {directory} are quantized, and kept as they are")
 
 
 def import_checkpoint(
@@ -63,13 +72,11 @@ def import_checkpoint(
     model = skeleton(directory, dtype=dtype, mode="infer" if optimizer == NO_OPTIMIZER else "train")
     layout = find_layout(model)
     end_as_interrupt()
-    packed = packed_schema(directory, layout, model)
-    if packed is not None and dtype is not None:
-        raise ConfigError(f"--dtype {dtype}: the experts of {directory} are quantized, and kept as they are")
-    if optimizer == NO_OPTIMIZER:
-        schema = packed or layout.schema(None)
-    elif packed is not None:
-        raise CheckpointError(f"{directory}: its experts are quantized: --optimizer none keeps them as they are, to be served")
+    schema = packed_schema(directory, layout, model)
+    if schema is not None:
+        _check_packed(directory, optimizer=optimizer, dtype=dtype)
+    elif optimizer == NO_OPTIMIZER:
+        schema = layout.schema(None)
     else:
         schema = layout.schema(optimizer, updates=updates, **({} if state_dtype is None else {"state_dtype": state_dtype}))
     with client.connect(socket) as store:

@@ -60,7 +60,7 @@ CACHE_OPTIONS = ("cache_dir", "revision")
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The checkpoint that a model was loaded from. options: those of `from_pretrained`."""
+    """The checkpoint that a model was loaded from. options: those of `from_pretrained`. is_quantized: as its configuration says."""
 
     path: str | os.PathLike[str]
     options: Mapping[str, Any]
@@ -68,7 +68,6 @@ class _Source:
     progress: Any
     heat: Heat | None = None
     is_quantized: bool = False
-    """Whether its configuration says so."""
 
     def directory(self) -> Path:
         """The directory of its files. Raises CheckpointError."""
