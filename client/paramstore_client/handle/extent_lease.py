@@ -1,6 +1,6 @@
 """A lease of extents: the right to read whole records from the volumes' files, past the daemon's memory, until it is released.
 
-What is read is proven by nobody but who reads it: `device/extent_reader.py` does, by root and device sums.
+What is read is proven by nobody but who reads it: `extents/extent_reader.py` does, by root and device sums.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
+from weakref import WeakSet
 
 from paramstore.core.checksums import SUM_BYTES
 from paramstore.core.key import ExpertKey
@@ -17,6 +18,7 @@ from paramstore.errors import LeaseError, ProtocolError, UnknownKey
 from paramstore.wire.messages import GrantedExtents, Release
 from paramstore_client.connection.shared_socket import Connection
 from paramstore_client.connection.volume_file import VolumeFile
+from paramstore_client.handle.lease import Releasable
 
 
 class LeasedExtent(NamedTuple):
@@ -33,9 +35,11 @@ class ExtentLease:
     """Extents leased for a list of keys. A context manager; one that is dropped is released."""
 
     def __init__(
-        self, connection: Connection, answer: object, *, namespace: str, part: Part, keys: Sequence[ExpertKey]
-    ) -> None:
-        """answer: what the daemon said to an `acquire_extents` of `keys`. Raises ProtocolError."""
+        self, connection: Connection, answer: object, *, namespace: str, part: Part, keys: Sequence[ExpertKey],
+        all_held: WeakSet[Releasable],
+    ) -> None:  # fmt: skip
+        """answer: what the daemon said to an `acquire_extents` of `keys`. all_held: the handle's leases; gets this one too, and
+        lives as long as it does. Raises ProtocolError."""
         self._is_released = True
         if not isinstance(answer, GrantedExtents) or not len(keys) == len(answer.extents) == len(answer.sums):
             raise ProtocolError(f"no extents of {len(keys)} keys came for a lease of as many")
@@ -52,6 +56,8 @@ class ExtentLease:
             extent = Extent(volume, offset_bytes, length_bytes)
             file = connection.segments.volume(volume)
             self._found[key] = LeasedExtent(file, extent, Identity(epoch, version), root, sums)
+        self._all_held = all_held
+        all_held.add(self)
         self._is_released = False
 
     def __getitem__(self, key: ExpertKey) -> LeasedExtent:
