@@ -62,22 +62,23 @@ class ExtentReader:
         UnknownKey; then `image` holds garbage.
         """
         leased = lease[key]
+        failure = None
         if self._direct is not None:
             try:
                 self._direct.read(leased.file, leased.extent.offset_bytes, image)
                 failure = self._objection(leased, image)
             except VolumeError as error:
-                failure = str(error)
-            if not failure:
+                failure = str(error) or repr(error)
+            if failure is None:
                 return leased.identity
         self._bounce.read(leased.file, leased.extent.offset_bytes, image)
-        if objection := self._objection(leased, image):
+        if (objection := self._objection(leased, image)) is not None:
             (volume, offset_bytes, _), (epoch, version) = leased.extent, leased.identity
             raise CorruptRecord(
                 f"record {key} of namespace {lease.namespace!r}, version {version} of epoch {epoch}, at volume {volume}, offset "
                 f"{offset_bytes}: {objection}"
             )
-        if self._direct is not None:
+        if failure is not None:
             self._give_up(failure)
         return leased.identity
 
@@ -85,13 +86,13 @@ class ExtentReader:
         self._direct, self.refusal = None, reason
         _log.warning("records are read through the host's memory from here on, which has right bytes: %s", reason)
 
-    def _objection(self, leased: LeasedExtent, image: Tensor) -> str:
-        """Why the image is not the leased record, naming what differs first; empty if it is."""
+    def _objection(self, leased: LeasedExtent, image: Tensor) -> str | None:
+        """Why the image is not the leased record, naming what differs first; None if it is."""
         if (found := header_root(bytes_of(image[: self._part.header_bytes].cpu()))) != leased.root:
             return f"header root {found:016x}, the catalog has {leased.root:016x}"
         sums = device_sums(image, self._part, self._odd).cpu().numpy().astype("<i8").tobytes()
         if sums == leased.sums:
-            return ""
+            return None
         starts = range(0, len(sums), SUM_BYTES)
         chunk = next(start for start in starts if sums[start : start + SUM_BYTES] != leased.sums[start : start + SUM_BYTES])
         return f"chunk {chunk // SUM_BYTES} has another device sum than when the daemon verified it"

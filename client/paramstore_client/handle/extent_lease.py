@@ -40,7 +40,7 @@ class ExtentLease:
     ) -> None:  # fmt: skip
         """answer: what the daemon said to an `acquire_extents` of `keys`. all_held: the handle's leases; gets this one too, and
         lives as long as it does. Raises ProtocolError."""
-        self._is_released = True
+        self._is_given_back = True
         if not isinstance(answer, GrantedExtents) or not len(keys) == len(answer.extents) == len(answer.sums):
             raise ProtocolError(f"no extents of {len(keys)} keys came for a lease of as many")
         self.namespace = namespace
@@ -58,7 +58,7 @@ class ExtentLease:
             self._found[key] = LeasedExtent(file, extent, Identity(epoch, version), root, sums)
         self._all_held = all_held
         all_held.add(self)
-        self._is_released = False
+        self._is_released = self._is_given_back = False
 
     def __getitem__(self, key: ExpertKey) -> LeasedExtent:
         """The key's extent. Raises LeaseError after release, UnknownKey for another key."""
@@ -73,10 +73,11 @@ class ExtentLease:
         return list(self._found)
 
     def release(self) -> None:
-        """Gives the extents back: other records' bytes may lie there from here on. Idempotent."""
-        if not self._is_released:
+        """Gives the extents back: other records' bytes may lie there from here on. Idempotent, after an interrupt too."""
+        if not self._is_given_back:
             self._is_released = True
             self._connection.post(Release([self._id]))
+            self._is_given_back = True
 
     def __enter__(self) -> ExtentLease:
         return self
@@ -87,5 +88,5 @@ class ExtentLease:
         self.release()
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_released", True) and not self._connection.is_failed:
+        if not getattr(self, "_is_given_back", True) and not self._connection.is_failed:
             self.release()

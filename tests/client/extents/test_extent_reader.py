@@ -17,7 +17,7 @@ from paramstore.core.checksums import device_sums as on_host
 from paramstore.core.checksums import pack_sums
 from paramstore.core.location import Extent, Identity
 from paramstore.core.schema import Schema
-from paramstore.errors import CorruptRecord, LeaseError
+from paramstore.errors import CorruptRecord, LeaseError, VolumeError
 from paramstore_client.connection.volume_file import VolumeFile
 from paramstore_client.extents.extent_reader import ExtentReader
 from paramstore_client.extents.volume_reads import KvikioReads
@@ -92,6 +92,20 @@ def test_kvikio_that_fails_or_lies_is_said_once_and_the_bytes_are_right(
     assert words in caplog.text
     assert words in by.refusal
     assert (by.is_direct, kvikio.read_count <= 2) == (False, True)
+
+
+class Wordless:
+    """Reads that bring wrong bytes and fail without saying why."""
+
+    def read(self, file: VolumeFile, offset_bytes: int, into: torch.Tensor) -> None:
+        into.fill_(0xDE)
+        raise VolumeError
+
+
+def test_a_failure_without_a_word_is_a_failure(reader: Namespace) -> None:
+    by = ExtentReader(reader.schema.stored, CPU, direct=Wordless())
+    assert torch.equal(read(reader, by), leased_image(reader))
+    assert (by.is_direct, by.refusal) == (False, "VolumeError()")
 
 
 def test_a_released_lease_reads_nothing(reader: Namespace) -> None:

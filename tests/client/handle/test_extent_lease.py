@@ -15,6 +15,7 @@ import torch
 
 import paramstore_client as ps
 from paramstore.wire.messages import EXTENT_KEYS_MAX, GrantedExtents
+from paramstore_client.connection.shared_socket import Connection
 from paramstore_client.handle.extent_lease import ExtentLease
 from paramstore_client.namespace import acquire_extents, close_when_dropped
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
@@ -111,6 +112,23 @@ def test_a_handle_that_nobody_has_is_closed_once_its_last_lease_of_extents_has_g
     del lease
     gc.collect()
     assert open_count() == 0
+
+
+def test_a_release_that_is_interrupted_is_done_by_the_next(store: ps.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, post = store.open_namespace("m"), Connection.post
+    lease = acquire_extents(reader, reader.keys())
+
+    def interrupted(connection: Connection, *message: Any) -> None:
+        monkeypatch.setattr(Connection, "post", post)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Connection, "post", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lease.release()
+    with pytest.raises(ps.LeaseError, match="was released"):
+        lease[0, 0]
+    lease.release()
+    assert is_free(reader)
 
 
 def test_sums_survive_a_restart_and_a_damaged_file_is_made_anew(daemon: DaemonProcess) -> None:
