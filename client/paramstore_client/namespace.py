@@ -284,9 +284,11 @@ def close_when_dropped(reader: Namespace) -> None:
 def acquire_extents(reader: Namespace, keys: Iterable[ExpertKey]) -> ExtentLease:
     """A lease on the places of `keys` on the volumes, for who reads whole records from there and proves them. Records that are
     superseded meanwhile stay. Raises VersionMismatch from a daemon before protocol 1.10, LeaseError where it leases none,
-    SchemaMismatch in a namespace that is trained, CapacityError, UnknownKey, StepDropped, CorruptRecord."""
+    SchemaMismatch in a namespace that is trained, ConfigError for no key, CapacityError, UnknownKey, StepDropped, CorruptRecord."""
     connection, wanted = reader._connection, plain_keys(keys)
     connection.check_minor(messages.EXTENTS_MINOR, "acquire_extents")
+    if not wanted:
+        raise wrong("keys", keys, "one key at least")
     if len(wanted) > messages.EXTENT_KEYS_MAX:
         raise CapacityError(f"{len(wanted)} extents in one call; the limit is {messages.EXTENT_KEYS_MAX}: ask in parts")
     grant = partial(
