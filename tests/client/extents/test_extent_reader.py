@@ -19,6 +19,7 @@ from paramstore.core.location import Extent, Identity
 from paramstore.core.schema import Schema
 from paramstore.errors import CorruptRecord, LeaseError, VolumeError
 from paramstore_client.connection.volume_file import VolumeFile
+from paramstore_client.extents import extent_reader
 from paramstore_client.extents.extent_reader import ExtentReader
 from paramstore_client.extents.volume_reads import KvikioReads
 from paramstore_client.handle.extent_lease import LeasedExtent
@@ -108,6 +109,11 @@ def test_a_failure_without_a_word_is_a_failure(reader: Namespace) -> None:
     assert (by.is_direct, by.refusal) == (False, "VolumeError()")
 
 
+def test_the_cpu_proves_by_numpy_not_by_torchs_expression(reader: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(extent_reader, "device_sums")
+    assert torch.equal(read(reader, ExtentReader(reader.schema.stored, CPU, direct=None)), leased_image(reader))
+
+
 def test_a_released_lease_reads_nothing(reader: Namespace) -> None:
     lease = acquire_extents(reader, [KEY])
     lease.release()
@@ -179,8 +185,10 @@ def damages(whole: numpy.ndarray, chance: random.Random, count: int) -> Iterator
         yield image
 
 
-@pytest.mark.parametrize("seed", [50, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(51, 61))])
-def test_of_1900_damages_none_is_served(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "count"), [(50, 300), *(pytest.param(seed, 1900, marks=pytest.mark.soak) for seed in range(50, 61))]
+)
+def test_of_all_damages_none_is_served(seed: int, count: int) -> None:
     part = Schema.param({"w": ((64, 1024), "bfloat16"), "v": ((101, 1001), "uint8")}).stored
     whole = numpy.random.default_rng(seed).integers(0, 256, part.image_bytes, dtype=numpy.uint8)
     padding = numpy.ones(part.image_bytes, dtype=bool)
@@ -192,7 +200,7 @@ def test_of_1900_damages_none_is_served(seed: int) -> None:
     by, image = ExtentReader(part, CPU, direct=None, bounce=record), torch.empty(part.image_bytes, dtype=torch.uint8)
     by.read(record, KEY, image)  # type: ignore[arg-type]
     served = 0
-    for damaged in damages(whole, random.Random(seed), 1900):
+    for damaged in damages(whole, random.Random(seed), count):
         if numpy.array_equal(damaged[~padding], whole[~padding]):
             continue  # only what belongs to no field
         record.bytes = damaged
