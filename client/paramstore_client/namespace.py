@@ -25,7 +25,7 @@ from paramstore_client.connection.ticket import Ticket
 from paramstore_client.gradients.upload_area import UploadArea
 from paramstore_client.handle.base import ANSWER_GRACE_S, lease_bounds, plain_keys
 from paramstore_client.handle.extent_lease import ExtentLease
-from paramstore_client.handle.lease import Lease
+from paramstore_client.handle.lease import Lease, Releasable
 from paramstore_client.handle.loans import HandleLoans
 from paramstore_client.handle.parts_lease import PartsLease
 from paramstore_client.handle.ranks import ALONE, Rank
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _LiveLeases(weakref.WeakSet["Lease"]):
-    """The leases of a handle that live. Each of them keeps the set, so that it goes with the last one who could use the handle.
+class _LiveLeases(weakref.WeakSet[Releasable]):
+    """The leases of a handle that live, those of extents too. Each of them keeps the set, so that it goes with the last one who
+    could use the handle.
 
     at_end: what is done then; None for nothing.
     """
@@ -283,12 +284,16 @@ def close_when_dropped(reader: Namespace) -> None:
 def acquire_extents(reader: Namespace, keys: Iterable[ExpertKey]) -> ExtentLease:
     """A lease on the places of `keys` on the volumes, for who reads whole records from there and proves them. Records that are
     superseded meanwhile stay. Raises VersionMismatch from a daemon before protocol 1.10, LeaseError where it leases none,
-    SchemaMismatch in a namespace that is trained, CapacityError, UnknownKey, StepDropped, CorruptRecord."""
+    SchemaMismatch in a namespace that is trained, ConfigError for no key, CapacityError, UnknownKey, StepDropped, CorruptRecord."""
     connection, wanted = reader._connection, plain_keys(keys)
     connection.check_minor(messages.EXTENTS_MINOR, "acquire_extents")
+    if not wanted:
+        raise wrong("keys", keys, "one key at least")
     if len(wanted) > messages.EXTENT_KEYS_MAX:
         raise CapacityError(f"{len(wanted)} extents in one call; the limit is {messages.EXTENT_KEYS_MAX}: ask in parts")
-    grant = partial(ExtentLease, connection, namespace=reader.name, part=reader.schema.stored, keys=wanted)
+    grant = partial(
+        ExtentLease, connection, namespace=reader.name, part=reader.schema.stored, keys=wanted, all_held=reader._leases
+    )
     message = messages.AcquireExtents(reader._next_id(), reader._handle, wanted)
     return reader._send(message, "acquire_extents", grant, is_cancellable=False).wait()
 

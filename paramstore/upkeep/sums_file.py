@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paramstore.engine.tables.device_sums import DeviceSums
 from paramstore.errors import CapacityError, CorruptRecord
-from paramstore.storage.format.device_sums import SUMS_BYTES_MAX, pack_device_sums, unpack_device_sums
+from paramstore.storage.format.device_sums import RUN_RECORDS, SUMS_BYTES_MAX, pack_device_sums, unpack_device_sums
 from paramstore.upkeep.hint_file import HintFile, Threads
 from paramstore.upkeep.scrubber import Pause
 
@@ -38,8 +38,9 @@ class SumsFile:
     def __init__(
         self, directory: Path, sums: DeviceSums, *, store_uuid: bytes, pause: Pause = asyncio.sleep, threads: Executor | None = None
     ) -> None:
-        """directory: the store's. threads: run what may wait for the disk."""
-        self._file = HintFile(sums_path(directory), threads or Threads())
+        """directory: the store's. threads: run what may wait for the disk, and unpack."""
+        self._threads = threads or Threads()
+        self._file = HintFile(sums_path(directory), self._threads)
         self._sums = sums
         self._store_uuid = store_uuid
         self._pause = pause
@@ -56,13 +57,21 @@ class SumsFile:
             return
         try:
             async with asyncio.timeout(DISK_TIMEOUT_S):
-                self._sums.take_over(unpack_device_sums(await self._file.read(SUMS_BYTES_MAX), self._store_uuid))
+                await self._take_over(await self._file.read(SUMS_BYTES_MAX))
         except FileNotFoundError:
             pass
         except (OSError, CorruptRecord) as error:
             reason = str(error) or "the disk did not answer"
             logger.warning("%s is not used, so records are read again for their device sums: %s", self._file.path, reason)
         self._task = asyncio.get_running_loop().create_task(self._run(), name="sums file")
+
+    async def _take_over(self, data: bytes) -> None:
+        """Takes over what the file's bytes say; the loop turns after each run of records. Raises CorruptRecord."""
+        loop = asyncio.get_running_loop()
+        records = await loop.run_in_executor(self._threads, unpack_device_sums, data, self._store_uuid)
+        for start in range(0, len(records), RUN_RECORDS):
+            self._sums.take_over(records[start : start + RUN_RECORDS])
+            await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Writes the file a last time, if any sums are new, and waits for that at most DISK_TIMEOUT_S."""

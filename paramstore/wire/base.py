@@ -47,7 +47,7 @@ LABEL_MAX = 64
 
 Key = tuple[int, int]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
-ExtentKeys = Annotated[list[Key], msgspec.Meta(max_length=EXTENT_KEYS_MAX)]
+ExtentKeys = Annotated[list[Key], msgspec.Meta(min_length=1, max_length=EXTENT_KEYS_MAX)]
 Layers = Annotated[list[int], msgspec.Meta(max_length=KEYS_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max)]
 """A time to wait: neither nan nor minus infinity."""

@@ -15,6 +15,7 @@ from paramstore.core.location import Extent
 from paramstore.core.schema import Schema
 from paramstore.errors import (
     CapacityError,
+    ConfigError,
     CorruptRecord,
     LeaseError,
     ParamStoreError,
@@ -54,7 +55,7 @@ def image_at(fd: int, extent: tuple[int, ...]) -> bytes:
 
 
 def pins(desk: Any) -> int:
-    return int(desk.service.extents.leased_count())
+    return int(desk.service.extents.leased_count)
 
 
 def test_what_is_granted_is_where_the_records_lie_and_proves_them(at_desk: AtDesk) -> None:
@@ -113,7 +114,8 @@ def test_who_asks_for_what_cannot_be_leased_is_told_why(at_desk: AtDesk) -> None
         refused: list[tuple[int, list[m.Key], type[ParamStoreError], str]] = [
             (trained, [(0, 0)], SchemaMismatch, "is trained"), (writer, [(0, 0)], LeaseError, "mode='read'"),
             (reader, [(0, 9)], UnknownKey, "9"), (reader, [(0, 0)] * 3, CapacityError, "extent_leases=2"),
-            (99, [(0, 0)], LeaseError, "99"), (reader, [(0, 0)] * (m.EXTENT_KEYS_MAX + 1), ProtocolError, "array"),
+            (reader, [], ProtocolError, "array"), (99, [(0, 0)], LeaseError, "99"),
+            (reader, [(0, 0)] * (m.EXTENT_KEYS_MAX + 1), ProtocolError, "array"),
         ]  # fmt: skip
         for handle, keys, error, words in refused:
             with pytest.raises(error, match=words):
@@ -121,6 +123,35 @@ def test_who_asks_for_what_cannot_be_leased_is_told_why(at_desk: AtDesk) -> None
         assert pins(desk) == 0
 
     at_desk(scenario, **VOLUME, extent_leases=2)
+
+
+def test_no_key_is_refused_before_anything_is_looked_at(at_desk: AtDesk) -> None:
+    async def scenario(desk: Any) -> None:
+        client = await desk.client()
+        view = desk.sessions[0]._views[await served(desk, client)]
+        with pytest.raises(ConfigError, match="one key at least"):
+            desk.service.extents.begin(view, [])
+
+    at_desk(scenario, **VOLUME, extent_leases=1)
+
+
+def test_however_many_ask_one_record_is_read_for_its_sums_at_a_time_and_once(at_desk: AtDesk) -> None:
+    async def scenario(desk: Any) -> None:
+        client = await desk.client()
+        handle = await served(desk, client)
+        desk.machine.workers.pause()
+        for number, keys in enumerate([[(0, 0)], [(0, 1)], [(0, 0)], [(0, 2)]]):
+            await client.send(m.AcquireExtents(900 + number, handle, keys))
+        await desk.until(lambda: pins(desk) == 4)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert desk.machine.workers.waiting == 1
+        desk.machine.workers.resume()
+        for number in range(4):
+            await client.result(900 + number)
+        assert desk.store.namespaces["m"].stats.records_read_for_sums == 3
+
+    at_desk(scenario, **VOLUME, extent_leases=4)
 
 
 def test_the_limit_is_that_of_all_sessions_together(at_desk: AtDesk) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from paramstore.core.location import Extent, Identity, Located
 from paramstore.engine.tables.device_sums import DeviceSums
+from paramstore.errors import CorruptRecord
+from paramstore.storage.format.device_sums import RUN_RECORDS, unpack_device_sums
 from paramstore.upkeep.sums_file import INTERVAL_S, SumsFile, sums_path
 
 STORE, KEY = b"s" * 16, (0, 1)
@@ -26,7 +28,7 @@ class AtOnce(Executor):
         future: Future[Any] = Future()
         try:
             future.set_result(function(*arguments, **named))
-        except OSError as error:
+        except (OSError, CorruptRecord) as error:
             future.set_exception(error)
         return future
 
@@ -114,6 +116,37 @@ def test_a_damaged_file_is_said_ignored_and_made_anew(
     assert f"{sums_path(tmp_path)} is not used, so records are read again" in caplog.text
     run(kept_and_closed(tmp_path, noted(b"made new")))
     assert found_by_the_next(tmp_path) == b"made new"
+
+
+def test_a_start_unpacks_in_a_thread_and_lets_the_loop_turn_meanwhile(tmp_path: Path) -> None:
+    class Noting(AtOnce):
+        def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+            called.append(function)
+            return super().submit(function, *arguments, **named)
+
+    async def scenario() -> None:
+        async def turn() -> None:
+            while True:
+                found_counts.add(len(sums.records()))
+                await asyncio.sleep(0)
+
+        turning = asyncio.create_task(turn())
+        file = SumsFile(tmp_path, sums, store_uuid=STORE, pause=Rest(), threads=Noting())
+        await file.start()
+        turning.cancel()
+        await file.close()
+
+    called: list[object] = []
+    found_counts: set[int] = set()
+    many = DeviceSums(is_kept=True)
+    for expert in range(3 * RUN_RECORDS):
+        many.note("m", (0, expert), HERE, b"12345678")
+    run(kept_and_closed(tmp_path, many))
+    sums = DeviceSums(is_kept=True)
+    run(scenario())
+    assert unpack_device_sums in called
+    assert {RUN_RECORDS, 2 * RUN_RECORDS} <= found_counts
+    assert len(sums.records()) == 3 * RUN_RECORDS
 
 
 def test_the_file_of_another_store_is_not_used(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from paramstore.core.arguments import wrong
-from paramstore.errors import LeaseError, SchemaMismatch, VersionMismatch
-from paramstore.wire.messages import EXTENT_KEYS_MAX
+from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, StepDropped, VersionMismatch
+from paramstore.wire.messages import EXTENT_KEYS_MAX, Stats
+from paramstore_client.connection import answers
 from paramstore_client.device.tier import device_of
 from paramstore_client.extents.modes import prove_mode
 from paramstore_client.namespace import Namespace, acquire_extents
@@ -17,8 +18,9 @@ def device_report(namespace: Namespace, device: torch.device | str = "cpu") -> d
     proving its bytes there.
 
     Returns {device, volumes, reasons}: by the number of each volume among the places of the first 64 experts a word, `gds`,
-    `cufile compat`, `kvikio compat` or `host`, and why it is no better one. Where no extents can be leased `volumes` is empty, and
-    the reason stands under None. The first three words are those of a GPU, or of kvikio, and the first two were never run on a GPU.
+    `cufile compat`, `kvikio compat` or `host`, and why it is no better one. Where no extents can be leased, or no more, as others
+    have them, `volumes` ends there, and the reason stands under None. The first three words are those of a GPU, or of kvikio, and
+    the first two were never run on a GPU.
     Raises CorruptRecord and VolumeError for a record that cannot be read in any way.
     """
     if not isinstance(namespace, Namespace):
@@ -26,10 +28,13 @@ def device_report(namespace: Namespace, device: torch.device | str = "cpu") -> d
     target = device_of(device)
     volumes: dict[int, str] = {}
     reasons: dict[int | None, str] = {}
+    volume_count = _volume_count(namespace)
     for key in namespace.keys()[:EXTENT_KEYS_MAX]:
+        if len(volumes) == volume_count:
+            break  # each has its word
         try:
             lease = acquire_extents(namespace, [key])
-        except (LeaseError, SchemaMismatch, VersionMismatch) as error:
+        except (CapacityError, LeaseError, SchemaMismatch, StepDropped, VersionMismatch) as error:
             reasons[None] = str(error)
             break
         with lease:
@@ -37,3 +42,8 @@ def device_report(namespace: Namespace, device: torch.device | str = "cpu") -> d
             if volume not in volumes:
                 volumes[volume], reasons[volume] = prove_mode(lease, key, target)
     return {"device": str(target), "volumes": volumes, "reasons": reasons}
+
+
+def _volume_count(namespace: Namespace) -> int:
+    """How many volumes the store has."""
+    return len(namespace._send(Stats(namespace._next_id()), "stats", answers.mapping).wait()["volumes"])

@@ -78,7 +78,7 @@ def _refusal(lease: ExtentLease, key: ExpertKey, device: torch.device, make: Cal
     try:
         direct = make()
     except VolumeError as error:
-        return str(error)
+        return str(error) or repr(error)
     reader = ExtentReader(lease.part, device, direct=direct)
     reader.read(lease, key, torch.full((lease.part.image_bytes,), UNREAD, dtype=torch.uint8, device=device))
     return reader.refusal

@@ -100,6 +100,8 @@ class KvikioReads:
         self._files: WeakKeyDictionary[VolumeFile, Any] = WeakKeyDictionary()
 
     def read(self, file: VolumeFile, offset_bytes: int, into: Tensor) -> None:
+        if into.is_cuda:  # kvikio knows no stream: what was queued on `into` must not come after the bytes (never run on a GPU)
+            torch.cuda.current_stream(into.device).synchronize()
         target: Any = into if into.is_cuda else into.numpy()
         try:
             with self._kvikio.defaults.set(self._settings):

@@ -1,6 +1,6 @@
 """A lease of extents: the right to read whole records from the volumes' files, past the daemon's memory, until it is released.
 
-What is read is proven by nobody but who reads it: `device/extent_reader.py` does, by root and device sums.
+What is read is proven by nobody but who reads it: `extents/extent_reader.py` does, by root and device sums.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple
+from weakref import WeakSet
 
 from paramstore.core.checksums import SUM_BYTES
 from paramstore.core.key import ExpertKey
@@ -17,6 +18,7 @@ from paramstore.errors import LeaseError, ProtocolError, UnknownKey
 from paramstore.wire.messages import GrantedExtents, Release
 from paramstore_client.connection.shared_socket import Connection
 from paramstore_client.connection.volume_file import VolumeFile
+from paramstore_client.handle.lease import Releasable
 
 
 class LeasedExtent(NamedTuple):
@@ -33,10 +35,12 @@ class ExtentLease:
     """Extents leased for a list of keys. A context manager; one that is dropped is released."""
 
     def __init__(
-        self, connection: Connection, answer: object, *, namespace: str, part: Part, keys: Sequence[ExpertKey]
-    ) -> None:
-        """answer: what the daemon said to an `acquire_extents` of `keys`. Raises ProtocolError."""
-        self._is_released = True
+        self, connection: Connection, answer: object, *, namespace: str, part: Part, keys: Sequence[ExpertKey],
+        all_held: WeakSet[Releasable],
+    ) -> None:  # fmt: skip
+        """answer: what the daemon said to an `acquire_extents` of `keys`. all_held: the handle's leases; gets this one too, and
+        lives as long as it does. Raises ProtocolError."""
+        self._is_given_back = True
         if not isinstance(answer, GrantedExtents) or not len(keys) == len(answer.extents) == len(answer.sums):
             raise ProtocolError(f"no extents of {len(keys)} keys came for a lease of as many")
         self.namespace = namespace
@@ -52,7 +56,9 @@ class ExtentLease:
             extent = Extent(volume, offset_bytes, length_bytes)
             file = connection.segments.volume(volume)
             self._found[key] = LeasedExtent(file, extent, Identity(epoch, version), root, sums)
-        self._is_released = False
+        self._all_held = all_held
+        all_held.add(self)
+        self._is_released = self._is_given_back = False
 
     def __getitem__(self, key: ExpertKey) -> LeasedExtent:
         """The key's extent. Raises LeaseError after release, UnknownKey for another key."""
@@ -67,10 +73,11 @@ class ExtentLease:
         return list(self._found)
 
     def release(self) -> None:
-        """Gives the extents back: other records' bytes may lie there from here on. Idempotent."""
-        if not self._is_released:
+        """Gives the extents back: other records' bytes may lie there from here on. Idempotent, after an interrupt too."""
+        if not self._is_given_back:
             self._is_released = True
             self._connection.post(Release([self._id]))
+            self._is_given_back = True
 
     def __enter__(self) -> ExtentLease:
         return self
@@ -81,5 +88,5 @@ class ExtentLease:
         self.release()
 
     def __del__(self) -> None:
-        if not getattr(self, "_is_released", True) and not self._connection.is_failed:
+        if not getattr(self, "_is_given_back", True) and not self._connection.is_failed:
             self.release()

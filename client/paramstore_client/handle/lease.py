@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakSet
 
 from paramstore.core.key import ExpertKey
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
     from paramstore_client.tensors import Guard
 
 _log = logging.getLogger(__name__)
+
+
+class Releasable(Protocol):
+    """A lease of any kind, as its handle knows it."""
+
+    def release(self) -> None:
+        """Gives back what is leased. Idempotent, after an interrupt too."""
 
 
 class FieldTensors(Mapping[str, "Tensor"]):
@@ -70,7 +77,7 @@ class Lease:
 
     def __init__(
         self, connection: Connection, answer: object, *, namespace: str, part: Part, keys: Sequence[ExpertKey],
-        all_held: WeakSet[Lease], is_debug: bool,
+        all_held: WeakSet[Releasable], is_debug: bool,
     ) -> None:  # fmt: skip
         """answer: what the daemon said to an `acquire` of `keys`. all_held: the handle's leases; gets this one too, and lives as
         long as it does, or its tensors. Raises ProtocolError."""

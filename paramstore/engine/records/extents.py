@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,11 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.location import Located
 from paramstore.engine.tables.namespace import View
 from paramstore.engine.transfers.transfers import Transfers
-from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, StepDropped, VolumeError
+from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, StepDropped, VolumeError
 from paramstore.storage.volume.base import HasFile, Volume
+
+READS_FOR_SUMS_MAX = 1
+"""The most records that are read for their sums at once. Each has a buffer of about 3 MiB beside the host budget."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,18 +41,19 @@ class Extents:
         self._volumes = volumes
         self._extent_leases = extent_leases
         self._leases: set[ExtentLease] = set()
-
-    def leased_count(self) -> int:
-        """How many extents are leased, each as often as it is."""
-        return sum(len(lease.located) for lease in self._leases)
+        self.leased_count = 0
+        """How many extents are leased, each as often as it is: each request asks."""
+        self._reading_for_sums = asyncio.Semaphore(READS_FOR_SUMS_MAX)
 
     def begin(self, view: View, keys: Sequence[ExpertKey]) -> ExtentLease:
         """Pins the extents of the records that `view` sees of `keys`; `grant` says when they may be read, `end` unpins them.
 
         Raises LeaseError where the daemon leases none or the view is a writer's, SchemaMismatch where `param` does not lie on the
-        volumes as it is, CapacityError above the limit, UnknownKey, StepDropped; nothing is pinned then.
+        volumes as it is, ConfigError for no key, CapacityError above the limit, UnknownKey, StepDropped; nothing is pinned then.
         """
         namespace, name = view.namespace, view.namespace.name
+        if not keys:
+            raise ConfigError("a lease of no extents: ask for one key at least")
         if not self._extent_leases:
             raise LeaseError("this daemon leases no extents: start it with the setting extent_leases, which says how many it may")
         if namespace.schema.is_trainable:
@@ -57,7 +62,7 @@ class Extents:
         if view.is_writer:
             raise LeaseError(f"extents of {name!r} are leased to readers: open it with mode='read'")
         namespace.keys.check(keys, namespace=name)
-        leased = self.leased_count()
+        leased = self.leased_count
         if leased + len(keys) > self._extent_leases:
             raise CapacityError(
                 f"{len(keys)} more extents cannot be leased: {leased} are, and extent_leases={self._extent_leases} is the limit"
@@ -67,6 +72,7 @@ class Extents:
             self._transfers.space.pin(located.extent)
             self._transfers.space.pins.note_lease(located.extent)
         self._leases.add(lease)
+        self.leased_count += len(keys)
         return lease
 
     async def grant(self, lease: ExtentLease, keys: Sequence[ExpertKey]) -> None:
@@ -75,7 +81,9 @@ class Extents:
         namespace, sums = lease.view.namespace, self._transfers.sums
         for key, located in zip(keys, lease.located, strict=True):
             if sums.find(namespace.name, key, located) is None:
-                await self._transfers.read_for_sums(namespace, key, located)
+                async with self._reading_for_sums:
+                    if sums.find(namespace.name, key, located) is None:  # nobody has read it meanwhile
+                        await self._transfers.read_for_sums(namespace, key, located)
             found = sums.find(namespace.name, key, located)
             assert found is not None, f"{key} of {namespace.name!r} was verified, and has no device sums"
             lease.sums.append(found)
@@ -83,6 +91,7 @@ class Extents:
     def end(self, lease: ExtentLease) -> None:
         """Unpins the lease's extents; whoever waits for space goes on."""
         self._leases.remove(lease)
+        self.leased_count -= len(lease.located)
         with self._transfers.deciding() as planner:
             for located in lease.located:
                 self._transfers.space.pins.forget_lease(located.extent)

@@ -17,8 +17,9 @@ from paramstore.core.checksums import device_sums as on_host
 from paramstore.core.checksums import pack_sums
 from paramstore.core.location import Extent, Identity
 from paramstore.core.schema import Schema
-from paramstore.errors import CorruptRecord, LeaseError
+from paramstore.errors import CorruptRecord, LeaseError, VolumeError
 from paramstore_client.connection.volume_file import VolumeFile
+from paramstore_client.extents import extent_reader
 from paramstore_client.extents.extent_reader import ExtentReader
 from paramstore_client.extents.volume_reads import KvikioReads
 from paramstore_client.handle.extent_lease import LeasedExtent
@@ -94,6 +95,25 @@ def test_kvikio_that_fails_or_lies_is_said_once_and_the_bytes_are_right(
     assert (by.is_direct, kvikio.read_count <= 2) == (False, True)
 
 
+class Wordless:
+    """Reads that bring wrong bytes and fail without saying why."""
+
+    def read(self, file: VolumeFile, offset_bytes: int, into: torch.Tensor) -> None:
+        into.fill_(0xDE)
+        raise VolumeError
+
+
+def test_a_failure_without_a_word_is_a_failure(reader: Namespace) -> None:
+    by = ExtentReader(reader.schema.stored, CPU, direct=Wordless())
+    assert torch.equal(read(reader, by), leased_image(reader))
+    assert (by.is_direct, by.refusal) == (False, "VolumeError()")
+
+
+def test_the_cpu_proves_by_numpy_not_by_torchs_expression(reader: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(extent_reader, "device_sums")
+    assert torch.equal(read(reader, ExtentReader(reader.schema.stored, CPU, direct=None)), leased_image(reader))
+
+
 def test_a_released_lease_reads_nothing(reader: Namespace) -> None:
     lease = acquire_extents(reader, [KEY])
     lease.release()
@@ -165,8 +185,10 @@ def damages(whole: numpy.ndarray, chance: random.Random, count: int) -> Iterator
         yield image
 
 
-@pytest.mark.parametrize("seed", [50, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(51, 61))])
-def test_of_1900_damages_none_is_served(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "count"), [(50, 300), *(pytest.param(seed, 1900, marks=pytest.mark.soak) for seed in range(50, 61))]
+)
+def test_of_all_damages_none_is_served(seed: int, count: int) -> None:
     part = Schema.param({"w": ((64, 1024), "bfloat16"), "v": ((101, 1001), "uint8")}).stored
     whole = numpy.random.default_rng(seed).integers(0, 256, part.image_bytes, dtype=numpy.uint8)
     padding = numpy.ones(part.image_bytes, dtype=bool)
@@ -178,7 +200,7 @@ def test_of_1900_damages_none_is_served(seed: int) -> None:
     by, image = ExtentReader(part, CPU, direct=None, bounce=record), torch.empty(part.image_bytes, dtype=torch.uint8)
     by.read(record, KEY, image)  # type: ignore[arg-type]
     served = 0
-    for damaged in damages(whole, random.Random(seed), 1900):
+    for damaged in damages(whole, random.Random(seed), count):
         if numpy.array_equal(damaged[~padding], whole[~padding]):
             continue  # only what belongs to no field
         record.bytes = damaged

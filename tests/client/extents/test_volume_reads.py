@@ -12,6 +12,8 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -99,3 +101,29 @@ def test_a_bounce_reads_all_of_a_long_image_and_says_where_a_volume_ends(tmp_pat
     assert image.numpy().tobytes() == data[4096:]
     with pytest.raises(VolumeError, match="ends at byte"):
         reads.read(file, 8192, image)
+
+
+class OnGpu(bytearray):
+    """Memory that says that it is a GPU's, as far as reads by kvikio ask."""
+
+    is_cuda, device = True, "cuda:3"
+
+    @property
+    def nbytes(self) -> int:
+        return len(self)
+
+
+def test_a_read_by_kvikio_waits_for_what_is_queued_on_its_target(
+    tmp_path: Path, fake_kvikio: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never run on a GPU: what stands for the stream notes when it was waited for."""
+    waited: list[tuple[str, int]] = []
+    kvikio, into = fake_kvikio(), OnGpu(4096)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream",
+        lambda device: SimpleNamespace(synchronize=lambda: waited.append((device, kvikio.read_count))),
+    )  # fmt: skip
+    (tmp_path / "volume").write_bytes(bytes([7]) * 4096)
+    with (tmp_path / "volume").open("rb") as opened:
+        KvikioReads(kvikio).read(VolumeFile(opened.fileno()), 0, into)  # type: ignore[arg-type]
+    assert (waited, bytes(into)) == ([("cuda:3", 0)], bytes([7]) * 4096)

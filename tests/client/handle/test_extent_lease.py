@@ -15,8 +15,9 @@ import torch
 
 import paramstore_client as ps
 from paramstore.wire.messages import EXTENT_KEYS_MAX, GrantedExtents
+from paramstore_client.connection.shared_socket import Connection
 from paramstore_client.handle.extent_lease import ExtentLease
-from paramstore_client.namespace import acquire_extents
+from paramstore_client.namespace import acquire_extents, close_when_dropped
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
@@ -88,6 +89,48 @@ def test_a_lease_ends_by_release_and_with_its_last_user(store: ps.Store) -> None
     assert is_free(reader)
 
 
+def test_a_lease_ends_with_its_handle(store: ps.Store) -> None:
+    reader = store.open_namespace("m")
+    lease = acquire_extents(reader, reader.keys())
+    reader.close()
+    with pytest.raises(ps.LeaseError, match="was released"):
+        lease[0, 0]
+    assert is_free(store.open_namespace("m"))
+
+
+def test_a_handle_that_nobody_has_is_closed_once_its_last_lease_of_extents_has_gone(store: ps.Store) -> None:
+    def open_count() -> int:
+        return int(store.stats()["namespaces"]["m"]["views"])
+
+    reader = store.open_namespace("m")
+    close_when_dropped(reader)
+    lease = acquire_extents(reader, reader.keys())
+    del reader
+    gc.collect()
+    assert open_count() == 1, "the lease is in use"
+    lease.release()
+    del lease
+    gc.collect()
+    assert open_count() == 0
+
+
+def test_a_release_that_is_interrupted_is_done_by_the_next(store: ps.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, post = store.open_namespace("m"), Connection.post
+    lease = acquire_extents(reader, reader.keys())
+
+    def interrupted(connection: Connection, *message: Any) -> None:
+        monkeypatch.setattr(Connection, "post", post)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Connection, "post", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lease.release()
+    with pytest.raises(ps.LeaseError, match="was released"):
+        lease[0, 0]
+    lease.release()
+    assert is_free(reader)
+
+
 def test_sums_survive_a_restart_and_a_damaged_file_is_made_anew(daemon: DaemonProcess) -> None:
     def sums_and_reads() -> tuple[list[bytes], int]:
         with ps.connect(daemon.address) as store:
@@ -131,4 +174,4 @@ def test_a_daemon_that_is_too_old_is_named(store: ps.Store) -> None:
 def test_an_answer_that_is_none_is_a_protocol_error(store: ps.Store, answer: Any) -> None:
     reader = store.open_namespace("m")
     with pytest.raises(ps.ProtocolError):
-        ExtentLease(reader._connection, answer, namespace="m", part=reader.schema.stored, keys=[(0, 0)])
+        ExtentLease(reader._connection, answer, namespace="m", part=reader.schema.stored, keys=[(0, 0)], all_held=reader._leases)

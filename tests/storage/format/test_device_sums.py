@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from paramstore.core.location import Identity
 from paramstore.errors import CapacityError, CorruptRecord
 from paramstore.storage.format import device_sums
-from paramstore.storage.format.device_sums import RecordSums, pack_device_sums, unpack_device_sums
+from paramstore.storage.format.device_sums import RUN_RECORDS, RecordSums, pack_device_sums, unpack_device_sums
 from paramstore.storage.format.sealing import PREFIX_BYTES, seal
 
 STORE, SEED = b"s" * 16, 50
@@ -19,6 +20,14 @@ RECORDS = [RecordSums("moe", (1, number), Identity(2, 3), (1 << 64) - 1, bytes([
 def test_what_was_packed_comes_back() -> None:
     assert list(unpack_device_sums(pack_device_sums(STORE, RECORDS), STORE)) == RECORDS
     assert list(unpack_device_sums(pack_device_sums(STORE, []), STORE)) == []
+
+
+def test_no_call_packs_or_unpacks_more_than_a_run() -> None:
+    records = [RecordSums("moe", (0, number), Identity(1, 1), 1, bytes(8)) for number in range(2 * RUN_RECORDS + 1)]
+    data = pack_device_sums(STORE, records)
+    assert list(unpack_device_sums(data, STORE)) == records
+    _, runs = msgspec.msgpack.decode(data[PREFIX_BYTES:])
+    assert [len(msgspec.msgpack.decode(run)) for run in runs] == [RUN_RECORDS, RUN_RECORDS, 1]
 
 
 def test_no_damage_is_taken_for_sums() -> None:
