@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
-from paramstore.core.heat import unpack_heat
+from functools import partial
+
+from paramstore.core.heat import NO_HEAT, unpack_heat
 from paramstore.core.key import ExpertKey
 from paramstore.engine.planner.permission import check_writer, check_writing
 from paramstore.engine.ranks import Ranks
@@ -16,6 +18,7 @@ from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.update import Updater
 from paramstore.engine.steps.history import History, check_uncommitted
 from paramstore.engine.tables.namespace import NamespaceState, View
+from paramstore.engine.transfers.runner import CPU_LANE
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import StepFailed
 
@@ -40,7 +43,7 @@ class Initializer:
         """
         namespace = check_writing(view)
         check_uncommitted(namespace)
-        given = unpack_heat(heat, namespace.keys)
+        given = await self._transfers.runner.call(CPU_LANE, partial(unpack_heat, heat, namespace.keys)) if heat else NO_HEAT
         if is_resumed:
             await self._history.rollback(namespace)
             check_uncommitted(namespace)  # a commit called before this may have run while the rollback waited
