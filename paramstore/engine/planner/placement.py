@@ -79,7 +79,8 @@ class Placement:
         if not given.heat.ranks:
             return list(classes)
         given.to_come = max(0, given.to_come - sum(given.heat.heat(key) > 0.0 for key in keys))
-        spare = self._space.faster_free_bytes // namespace.schema.record_bytes - given.to_come
+        free_bytes = sum(map(self._space.free_bytes_of, self._space.preference.faster_volumes))
+        spare = free_bytes // namespace.schema.record_bytes - given.to_come
         slowest = self._space.preference.class_count - 1
         found: list[int | None] = []
         for speed_class in classes:

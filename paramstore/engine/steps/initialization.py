@@ -41,9 +41,10 @@ class Initializer:
         it has its value; and what was kept with the draft, None without one. Raises StepOutOfOrder once a step is committed,
         ProtocolError.
         """
+        unpack = partial(unpack_heat, heat, view.namespace.keys)
+        given = await self._transfers.runner.call(CPU_LANE, unpack) if heat else NO_HEAT
         namespace = check_writing(view)
         check_uncommitted(namespace)
-        given = await self._transfers.runner.call(CPU_LANE, partial(unpack_heat, heat, namespace.keys)) if heat else NO_HEAT
         if is_resumed:
             await self._history.rollback(namespace)
             check_uncommitted(namespace)  # a commit called before this may have run while the rollback waited

@@ -286,12 +286,6 @@ class Space:
         """Bytes of one volume that `reserve` can use."""
         return 0 if self.fences.is_fenced(volume) else self._volumes[volume].free_bytes
 
-    @property
-    def faster_free_bytes(self) -> int:
-        """Bytes that `reserve` can use on volumes that are not of the slowest class."""
-        slowest = self.preference.class_count - 1
-        return sum(volume.free_bytes for volume in self._usable() if self.preference.class_of(volume.index) < slowest)
-
     def lost_bytes(self) -> int:
         """Bytes that would be free if their volumes were not fenced."""
         return sum(volume.free_bytes for index, volume in self._volumes.items() if self.fences.is_fenced(index))
