@@ -1,9 +1,10 @@
 """Which records are hot: a pure decision over how much each record of a namespace is used.
 
 The records are ranked by their heat, equals by their keys. As many of the hottest as fit go to the fastest class of volumes, as
-many of the next to the next class, and the others, with all that are not used, to the slowest. Where nothing is known to be used
-nothing is decided. Of a large namespace some records are ranked for all: what is at the border of two classes then may be off by
-some records in a hundred, which are about as hot as each other.
+many of the next to the next class, and the others to the slowest. Records that are not used at all prefer no class while faster
+ones have room beyond all that are used, else the slowest. Given numbers are ranked once, all of them. What a policy counts changes
+all the time: of a large namespace some records are ranked for all, so that about as many records as one of these stands for may be
+off at the border of two classes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paramstore.core.trace import Trace, TraceEventKind
 from paramstore.errors import ConfigError, ProtocolError
 
 SAMPLE_KEYS = 1024
-"""The most records that are ranked: at 0.3 us each, this is a third of a millisecond."""
+"""The most records that are ranked on the event loop, in 1 to 3 us each."""
 SPREAD = 2_654_435_769
 """A prime near 2^32 over the golden ratio: its multiples modulo the number of keys lie evenly among them (Knuth, TAOCP 3, 6.4)."""
 HEAT_BYTES = 4
@@ -28,39 +29,74 @@ HOTTEST = (1 << 8 * HEAT_BYTES) - 1
 """The packed heat of the hottest record."""
 
 Rank = tuple[float, int, int]
+EVERY_USED: Rank = (0.0, 0, 0)
+"""A rank below that of each record that is used at all."""
 Heat = Callable[[ExpertKey], float]
 """How much a record is used, 0 for not at all; comparable within one namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The least rank of each speed class but the slowest, falling; None for a class that takes nothing."""
+    """The least rank of each speed class but the slowest, falling; None for a class that takes nothing. unused: the class of
+    records that are not used, None for any."""
 
     least: tuple[Rank | None, ...]
+    unused: int | None
 
-    def class_of(self, key: ExpertKey, heat: float) -> int:
-        """The speed class that the record's next extent should be of."""
-        if heat > 0.0:
-            rank = _rank(key, heat)
-            for speed_class, least in enumerate(self.least):
-                if least is not None and rank >= least:
-                    return speed_class
+    def class_of(self, key: ExpertKey, heat: float) -> int | None:
+        """The speed class that the record's next extent should be of; None for any."""
+        if not heat > 0.0:
+            return self.unused
+        rank = _rank(key, heat)
+        for speed_class, least in enumerate(self.least):
+            if least is not None and rank >= least:
+                return speed_class
         return len(self.least)
 
 
-def rank_records(keys: KeySpace, heat: Heat, fitting: Sequence[int]) -> Ranking | None:
-    """Ranks the records of a namespace. fitting: how many of them fit each speed class, the fastest first. None if nobody knows
-    of a use."""
-    ranked = sorted((_rank(key, heat(key)) for key in _sample(keys)), reverse=True)
-    if not ranked[0][0] > 0.0:
-        return None
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class GivenHeat:
+    """Heat that somebody gave: of each key that has any, and the ranks of these keys, falling."""
+
+    heats: Mapping[ExpertKey, float]
+    ranks: Sequence[Rank]
+
+    def heat(self, key: ExpertKey) -> float:
+        return self.heats.get(key, 0.0)
+
+    @classmethod
+    def of(cls, heats: Mapping[ExpertKey, float]) -> GivenHeat:
+        """Ranks the keys. To be called in a worker where these may be many."""
+        return cls(heats, sorted((_rank(key, heat) for key, heat in heats.items() if heat > 0.0), reverse=True))
+
+    def ranking(self, fitting: Sequence[int]) -> Ranking:
+        """Ranks exactly. fitting: as for `rank_records`."""
+        return _ranking(self.ranks, fitting, each=1)
+
+
+NO_HEAT = GivenHeat({}, ())
+
+
+def rank_records(keys: KeySpace, heat: Heat, fitting: Sequence[int]) -> Ranking:
+    """Ranks the records of a namespace. fitting: how many of them fit each speed class, the fastest first."""
+    sample = list(_sample(keys))
+    ranks = sorted((_rank(key, found) for key in sample if (found := heat(key)) > 0.0), reverse=True)
+    return _ranking(ranks, fitting, each=len(keys) / len(sample))
+
+
+def _ranking(ranks: Sequence[Rank], fitting: Sequence[int], *, each: float) -> Ranking:
+    """Gives the classes their least ranks. each: how many records one of `ranks` stands for."""
     least: list[Rank | None] = []
-    end = 0
+    fit, place = 0, 0
     for count in fitting[:-1]:
-        start, end = end, end + count
-        place = end * len(ranked) // len(keys)
-        least.append(ranked[min(place, len(ranked)) - 1] if place > start * len(ranked) // len(keys) else None)
-    return Ranking(tuple(least))
+        fit += count
+        if not count or place > len(ranks):
+            least.append(None)
+            continue
+        place = max(place + 1, int(fit / each))  # a class that is smaller than what one record stands for takes some
+        least.append(ranks[place - 1] if place <= len(ranks) else EVERY_USED)
+    has_room = not ranks or fit > len(ranks) * each
+    return Ranking(tuple(least), unused=None if has_room else len(least))
 
 
 def _rank(key: ExpertKey, heat: float) -> Rank:
@@ -100,12 +136,12 @@ def pack_heat(heat: Mapping[ExpertKey, float], keys: KeySpace, *, namespace: str
     return _little(array("I", [round(plain.get(key, 0.0) / hottest * HOTTEST) for key in keys])).tobytes()
 
 
-def unpack_heat(packed: bytes, keys: KeySpace) -> dict[ExpertKey, float]:
-    """The heat of each key that has any. Raises ProtocolError if it was packed of another number of keys."""
+def unpack_heat(packed: bytes, keys: KeySpace) -> GivenHeat:
+    """Unpacks and ranks the heat; for a worker, since many keys take long. Raises ProtocolError for another number of them."""
     if packed and len(packed) != HEAT_BYTES * len(keys):
         raise ProtocolError(f"heat takes {len(packed)} bytes, {len(keys)} keys have {HEAT_BYTES * len(keys)}")
     heats = _little(array("I", packed))
-    return {key: float(heat) for key, heat in zip(keys, heats, strict=False) if heat}
+    return GivenHeat.of({key: float(heat) for key, heat in zip(keys, heats, strict=False) if heat})
 
 
 def _little(heats: array[int]) -> array[int]:

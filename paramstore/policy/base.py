@@ -49,8 +49,13 @@ class Policy(Protocol):
         ...
 
     def heat(self, name: Hashable) -> float:
-        """How much `name` is used, for people: 0 is cold; comparable within one arena."""
+        """How much `name` is used: 0 is cold; comparable within one arena."""
         ...
+
+    @property
+    def counts_unheld(self) -> bool:
+        """Whether `heat` counts the uses of names that are not held, too, so that records may be placed by it."""
+        return False
 
 
 @runtime_checkable

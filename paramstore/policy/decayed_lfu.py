@@ -108,6 +108,10 @@ class DecayedLfu(CountingPolicy):
         """The name's decayed hits, also of one that is not held."""
         return self._weights.get(name, 0.0) / self._unit
 
+    @property
+    def counts_unheld(self) -> bool:
+        return True
+
     def counts(self, names: Sequence[Hashable]) -> Counts:
         weights, unit = self._weights, self._unit
         return Counts(hits=dropping_zeros(tuple([weights.get(name, 0.0) / unit for name in names])), accesses=self._accesses)

@@ -154,6 +154,10 @@ class Schedule(CountingPolicy):
         layer = self._layers.get(layer_of(name))
         return 0.0 if layer is None else layer.chance(name)
 
+    @property
+    def counts_unheld(self) -> bool:
+        return self._undeclared is None or self._undeclared.counts_unheld
+
     def counts(self, names: Sequence[Hashable]) -> Counts:
         """The counts of the layer, which outlast the declared order, and those of the policy without one, if that decides now."""
         layer = self._layers.get(layer_of(names[0]))

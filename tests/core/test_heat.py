@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from paramstore.core.heat import HEAT_BYTES, SAMPLE_KEYS, heat_of, pack_heat, rank_records, unpack_heat
+from paramstore.core.heat import HEAT_BYTES, NO_HEAT, SAMPLE_KEYS, GivenHeat, heat_of, pack_heat, rank_records, unpack_heat
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.schema import Schema
 from paramstore.core.trace import Trace, TraceEvent, TraceEventKind, TraceHeader
@@ -17,9 +17,10 @@ KEYS = KeySpace.of(2, 8)
 SCHEMA = Schema.param({"w": ((4,), "float32")})
 
 
-def classes(heat: dict[ExpertKey, float], fitting: list[int], keys: KeySpace = KEYS) -> dict[ExpertKey, int]:
+def classes(heat: dict[ExpertKey, float], fitting: list[int], keys: KeySpace = KEYS) -> dict[ExpertKey, int | None]:
+    """As a policy's counts are ranked; given numbers are ranked the same where they are few."""
     ranking = rank_records(keys, lambda key: heat.get(key, 0.0), fitting)
-    assert ranking is not None
+    assert len(keys) > SAMPLE_KEYS or ranking == GivenHeat.of(heat).ranking(fitting)
     return {key: ranking.class_of(key, heat.get(key, 0.0)) for key in keys}
 
 
@@ -39,16 +40,40 @@ def test_as_many_of_the_hottest_go_to_the_fastest_class_as_fit() -> None:
         found = classes(heat, fitting)
         used = sorted((key for key in KEYS if heat[key]), key=lambda key: (-heat[key], key))
         first, second = used[: fitting[0]], used[fitting[0] : fitting[0] + fitting[1]]
-        assert found == {key: 0 if key in first else 1 if key in second else 2 for key in KEYS}, f"seed {seed}"
+        unused = None if fitting[0] + fitting[1] > len(used) else 2
+        expected = {key: 0 if key in first else 1 if key in second else 2 if heat[key] else unused for key in KEYS}
+        assert found == expected, f"seed {seed}"
 
 
-def test_records_that_are_not_used_go_to_the_slowest_class_even_where_others_have_room() -> None:
-    assert set(classes({(0, 3): 1.0}, [16, 16]).values()) == {0, 1}
-    assert [key for key, found in classes({(0, 3): 1.0}, [16, 16]).items() if not found] == [(0, 3)]
+def test_records_that_are_not_used_prefer_no_class_while_a_faster_one_has_room_beyond_those_that_are() -> None:
+    one: dict[ExpertKey, float] = {(0, 3): 1.0}
+    assert classes(one, [2, 16]) == {key: 0 if key == (0, 3) else None for key in KEYS}
+    assert classes(one, [1, 16]) == {key: 0 if key == (0, 3) else 1 for key in KEYS}
+    assert classes(one, [0, 16]) == dict.fromkeys(KEYS, 1)
 
 
 def test_nothing_is_decided_where_nobody_knows_of_a_use() -> None:
-    assert rank_records(KEYS, lambda _: 0.0, [4, 16]) is None
+    assert classes({}, [4, 16]) == dict.fromkeys(KEYS, None)
+
+
+LARGE = KeySpace.of(128, 256)
+
+
+def test_given_heat_of_few_records_among_many_is_ranked_exactly() -> None:
+    draw = random.Random(5)
+    hot = draw.sample(list(LARGE), 20)
+    ranking = GivenHeat.of({key: 1.0 + place for place, key in enumerate(reversed(hot))}).ranking([10, 99_999])
+    assert [key for key in hot if ranking.class_of(key, 20.0 - hot.index(key)) == 0] == hot[:10]
+
+
+@pytest.mark.parametrize("used", [10, 32_768])
+def test_the_hottest_record_is_of_a_class_that_fits_but_few_of_many(used: int) -> None:
+    draw = random.Random(5)
+    heat = {key: 1.0 + place for place, key in enumerate(draw.sample(list(LARGE), used))}
+    found = classes(heat, [10, 1, 99_999], LARGE)
+    fast = [key for key in LARGE if found[key] == 0]
+    assert max(heat, key=heat.__getitem__) in fast
+    assert len(fast) < 200
 
 
 def test_a_large_namespace_is_judged_by_a_sample_that_is_nearly_right() -> None:
@@ -80,7 +105,7 @@ def test_a_trace_of_another_model_is_refused_with_both_shapes() -> None:
 def test_packed_heat_comes_back_in_its_order() -> None:
     heat = {(0, 1): 3, (1, 7): 0.5, (1, 0): 0}
     packed = pack_heat(heat, KEYS, namespace="moe")
-    found = unpack_heat(packed, KEYS)
+    found = unpack_heat(packed, KEYS).heats
     assert len(packed) == HEAT_BYTES * len(KEYS)
     assert list(found) == [(0, 1), (1, 7)]
     assert found[0, 1] == pytest.approx(6 * found[1, 7])
@@ -88,7 +113,7 @@ def test_packed_heat_comes_back_in_its_order() -> None:
 
 def test_heat_of_nothing_is_no_heat() -> None:
     assert pack_heat({(0, 0): 0}, KEYS, namespace="moe") == b"" == pack_heat({}, KEYS, namespace="moe")
-    assert unpack_heat(b"", KEYS) == {}
+    assert unpack_heat(b"", KEYS).ranking([4, 4]) == NO_HEAT.ranking([4, 4])
 
 
 def test_heat_for_a_key_that_does_not_exist_is_refused() -> None:

@@ -64,7 +64,7 @@ class VolumeSet:
         self._written_before = {index: row.bytes_written for index, row in rows.items()}
         self._recording: asyncio.Task[None] | None = None
         self._prefill = prefill
-        self.speeds = Speeds(volumes, space, measure)
+        self.speeds = Speeds(volumes, space, runner, measure)
 
     def entitle(self, namespace: NamespaceState) -> None:
         """Entitles an existing namespace to what it may take now, with the snapshots that it has."""
@@ -96,7 +96,7 @@ class VolumeSet:
             )
         if missing_bytes:
             await self._grow(missing_bytes)
-        await self.speeds.measure()  # of a new volume now: it had no room before
+        await self.speeds.measure()  # where a volume had no room before
 
     async def keep_catalog_room(self, namespaces: Iterable[NamespaceState]) -> None:
         """Makes room in the catalog when a store is opened: it may not have any yet, or more steps may be kept from now on. Where

@@ -2,7 +2,8 @@
 
 A record of which older steps are retained takes as many extents as there are steps, and one more; so many count for each when it
 is asked how many fit a class. Until its end an initialization goes by the heat that came with it, everything later by what the
-policy of the namespace's `param` arena says. Where the volumes are of one class nothing is looked at.
+policy of the namespace's `param` arena counts, if it counts uses of what it does not hold too. Where the volumes are of one class
+nothing is looked at.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paramstore.config import Retention
-from paramstore.core.heat import Heat, Ranking, rank_records
+from paramstore.core.heat import GivenHeat, Heat, Ranking, rank_records
 from paramstore.core.key import ExpertKey
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.storage.space.extents import Space
@@ -24,9 +25,16 @@ RANKED_FOR = 64
 class _Standing:
     """How a namespace's records are ranked now, and for how many extents more."""
 
-    is_initializing: bool
-    ranking: Ranking | None
+    ranking: Ranking
     extents_left: int
+
+
+@dataclass(slots=True)
+class _Given:
+    """The heat that an initialization came with, and how many of the keys that have any were not asked for yet."""
+
+    heat: GivenHeat
+    to_come: int
 
 
 class Placement:
@@ -36,34 +44,58 @@ class Placement:
         self._space = space
         self._retention = retention
         self._standings: dict[str, _Standing] = {}
-        self._given: dict[str, dict[ExpertKey, float]] = {}
+        self._given: dict[str, _Given] = {}
 
-    def begin_initialization(self, namespace: NamespaceState, heat: dict[ExpertKey, float]) -> None:
+    def begin_initialization(self, namespace: NamespaceState, heat: GivenHeat) -> None:
         """Notes how much the records are to be used of which values come now; empty if nobody knows."""
-        self._given[namespace.name] = heat
+        self.end_initialization(namespace)
+        working = namespace.residency.working
+        self._given[namespace.name] = _Given(heat, sum(working[key].identity is None for key in heat.heats))
+
+    def end_initialization(self, namespace: NamespaceState) -> None:
+        """Forgets the heat that it came with."""
+        self._given.pop(namespace.name, None)
         self._standings.pop(namespace.name, None)
 
     def speed_classes(self, namespace: NamespaceState, keys: Sequence[ExpertKey]) -> list[int | None]:
-        """The class that the next extent of each key should be of; None while nobody knows how much the records are used."""
-        heat = self._heat(namespace)
+        """The class that the next extent of each key should be of; None for any."""
+        given = self._given.get(namespace.name)
+        heat = _counted(namespace) if given is None else given.heat.heat
         if heat is None or self._space.preference.class_count == 1:
             return [None] * len(keys)
-        standing, is_initializing = self._standings.get(namespace.name), namespace.writing.is_initializing
-        if standing is None or standing.extents_left <= 0 or standing.is_initializing != is_initializing:
-            ranking = rank_records(namespace.keys, heat, self._fitting(namespace))
-            standing = self._standings[namespace.name] = _Standing(is_initializing, ranking, RANKED_FOR)
+        standing = self._standings.get(namespace.name)
+        if standing is None or standing.extents_left <= 0:
+            fitting = self._fitting(namespace)
+            ranking = rank_records(namespace.keys, heat, fitting) if given is None else given.heat.ranking(fitting)
+            standing = self._standings[namespace.name] = _Standing(ranking, RANKED_FOR)
         standing.extents_left -= len(keys)
-        ranking = standing.ranking
-        return [None if ranking is None else ranking.class_of(key, heat(key)) for key in keys]
+        classes = [standing.ranking.class_of(key, heat(key)) for key in keys]
+        return classes if given is None else self._beside(namespace, given, keys, classes)
 
-    def _heat(self, namespace: NamespaceState) -> Heat | None:
-        if namespace.writing.is_initializing:
-            given = self._given.get(namespace.name, {})
-            return lambda key: given.get(key, 0.0)
-        self._given.pop(namespace.name, None)
-        return namespace.memory.param.policy.heat if namespace.has_memory else None
+    def _beside(
+        self, namespace: NamespaceState, given: _Given, keys: Sequence[ExpertKey], classes: Sequence[int | None]
+    ) -> list[int | None]:
+        """Keeps unused records from the room that used ones of the same initialization still need of the faster classes."""
+        if not given.heat.ranks:
+            return list(classes)
+        given.to_come = max(0, given.to_come - sum(given.heat.heat(key) > 0.0 for key in keys))
+        free_bytes = sum(map(self._space.free_bytes_of, self._space.preference.faster_volumes))
+        spare = free_bytes // namespace.schema.record_bytes - given.to_come
+        slowest = self._space.preference.class_count - 1
+        found: list[int | None] = []
+        for speed_class in classes:
+            is_unused = speed_class is None
+            found.append(slowest if is_unused and spare <= 0 else speed_class)
+            spare -= is_unused
+        return found
 
     def _fitting(self, namespace: NamespaceState) -> list[int]:
         """How many of the namespace's records fit its share of each speed class."""
         copies = self._retention.retained_steps + 1 if namespace.is_trainable() else 1
         return [share // (copies * namespace.schema.record_bytes) for share in self._space.share_bytes(namespace.name)]
+
+
+def _counted(namespace: NamespaceState) -> Heat | None:
+    """How much the policy has seen each record used; None if it does not know of those that it does not hold."""
+    policy = namespace.memory.param.policy if namespace.has_memory else None
+    return None if policy is None or not policy.counts_unheld else policy.heat

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from paramstore.config import Retention
+from paramstore.core.heat import GivenHeat
 from paramstore.core.key import ExpertKey, KeySpace
 from paramstore.core.location import Identity
 from paramstore.core.optimizers import Options
@@ -262,7 +263,7 @@ class Planner:
         writing.pending.clear()
         namespace.steps.changed = []  # at its end it would let go of all discarded copies in one turn
         writing.broken = None
-        writing.is_initializing = False
+        self.end_initialization(namespace)
         namespace.steps.preparing = None
         namespace.epoch = row.epoch
         self.views.refuse_writer(namespace)
@@ -294,7 +295,7 @@ class Planner:
 
     # --- initial values
 
-    def begin_initialization(self, namespace: NamespaceState, heat: dict[ExpertKey, float]) -> None:
+    def begin_initialization(self, namespace: NamespaceState, heat: GivenHeat) -> None:
         """Lets every key that has no value be given one. heat: how much the records are to be used; empty if nobody knows."""
         self.working.placement.begin_initialization(namespace, heat)
         for working in namespace.residency.working.values():
@@ -302,8 +303,8 @@ class Planner:
                 working.target = Identity(namespace.epoch, 0)
         namespace.writing.is_initializing = True
 
-    @staticmethod
-    def end_initialization(namespace: NamespaceState) -> None:
+    def end_initialization(self, namespace: NamespaceState) -> None:
+        self.working.placement.end_initialization(namespace)
         namespace.writing.is_initializing = False
 
     # --- eviction on request

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
-from paramstore.core.heat import unpack_heat
+from functools import partial
+
+from paramstore.core.heat import NO_HEAT, unpack_heat
 from paramstore.core.key import ExpertKey
 from paramstore.engine.planner.permission import check_writer, check_writing
 from paramstore.engine.ranks import Ranks
@@ -16,6 +18,7 @@ from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.update import Updater
 from paramstore.engine.steps.history import History, check_uncommitted
 from paramstore.engine.tables.namespace import NamespaceState, View
+from paramstore.engine.transfers.runner import CPU_LANE
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import StepFailed
 
@@ -38,9 +41,10 @@ class Initializer:
         it has its value; and what was kept with the draft, None without one. Raises StepOutOfOrder once a step is committed,
         ProtocolError.
         """
+        unpack = partial(unpack_heat, heat, view.namespace.keys)
+        given = await self._transfers.runner.call(CPU_LANE, unpack) if heat else NO_HEAT
         namespace = check_writing(view)
         check_uncommitted(namespace)
-        given = unpack_heat(heat, namespace.keys)
         if is_resumed:
             await self._history.rollback(namespace)
             check_uncommitted(namespace)  # a commit called before this may have run while the rollback waited

@@ -28,6 +28,11 @@ class Preference:
         """The volume's speed class; of one that was not told apart, the fastest."""
         return self._classes.get(volume, 0)
 
+    @property
+    def faster_volumes(self) -> list[int]:
+        """The volumes that are not of the slowest class."""
+        return [volume for volume, found in self._classes.items() if found < self.class_count - 1]
+
     def set_classes(self, classes: Mapping[int, int]) -> None:
         """Tells the volumes apart: the class of each, from 0 on without gaps."""
         self._classes = dict(classes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,11 @@ from paramstore.engine.capacity.speeds import (
     Speed,
     speed_classes,
 )
+from paramstore.engine.transfers.runner import BACKGROUND_LANE, CPU_LANE, volume_lane
 from paramstore.errors import VolumeError
 from paramstore.testing.clock import ManualClock
 from paramstore.testing.volumes import MemoryVolume
+from paramstore.testing.workers import InlineWorkers
 from paramstore_testkit.stores.small_store import run, turns
 from paramstore_testkit.stores.volume_shelf import MIB, START, Shelf
 
@@ -42,8 +45,10 @@ class TimedVolume(MemoryVolume):
         self._random = random.Random(seed + index)
         self.reads: list[int] = []
         self.is_broken = False
+        self.attempts = 0
 
     def read(self, offset_bytes: int, into: Sequence[memoryview]) -> None:
+        self.attempts += 1
         if self.is_broken:
             raise VolumeError("the disk is gone")
         super().read(offset_bytes, into)
@@ -55,8 +60,30 @@ class TimedVolume(MemoryVolume):
         return {**super().describe(), "mode": self._mode}
 
 
+IN_PEACE = {"turn_s": 60.0, "total_s": 60.0}
+"""Bounds of a probe that a busy machine does not reach."""
+
+
+class StuckWorkers(InlineWorkers):
+    """Workers of which those of one lane begin nothing."""
+
+    stuck: Hashable = None
+
+    def run(self, lane: Hashable, *rest: Any) -> None:
+        if lane != self.stuck:
+            super().run(lane, *rest)
+
+
+def stuck_shelf(make_measure: MakeMeasure, stuck: Hashable, *volumes: TimedVolume, written_bytes: int = START + 16 * MIB) -> Shelf:
+    shelf = Shelf(volumes=volumes, written_bytes=written_bytes, make_measure=make_measure)
+    workers = StuckWorkers(asyncio.get_running_loop())
+    workers.stuck = stuck
+    shelf.runner.workers = workers
+    return shelf
+
+
 def probing(clock: ManualClock) -> MakeMeasure:
-    return lambda space, prefill, runner: Probe(space, prefill, runner, clock=clock)
+    return lambda space, prefill, runner: Probe(space, prefill, runner, clock=clock, **IN_PEACE)
 
 
 async def measured(clock: ManualClock, *volumes: TimedVolume, written_bytes: int = START + 16 * MIB) -> Shelf:
@@ -195,7 +222,7 @@ def test_what_the_zero_fill_is_filling_is_waited_for() -> None:
         shelf.prefill.start()
         await turns(2)
         assert shelf.space.is_prefilling
-        measuring = asyncio.ensure_future(Probe(shelf.space, shelf.prefill, shelf.runner, clock=clock)(shelf.volumes))
+        measuring = asyncio.ensure_future(Probe(shelf.space, shelf.prefill, shelf.runner, clock=clock, **IN_PEACE)(shelf.volumes))
         await turns(2)
         shelf.workers.resume()
         assert set(await measuring) == {0}
@@ -225,6 +252,82 @@ def test_a_volume_that_cannot_be_read_is_guessed_and_nothing_else_fails(caplog: 
 
     run(scenario())
     assert "volume 0: its speed could not be measured: the disk is gone" in caplog.text
+
+
+def test_a_volume_that_cannot_be_read_leaves_the_others_told_apart_and_is_not_tried_again() -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        broken, fast, slow = (TimedVolume(clock, rate, index=index) for index, rate in enumerate((1e9, 5e9, 1e9)))
+        broken.is_broken = True
+        shelf = await measured(clock, broken, fast, slow)
+        assert classes_of(shelf) == [1, 0, 1]
+        attempts = broken.attempts
+        await shelf.make_room(10)
+        assert broken.attempts == attempts > 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(("stuck", "written_bytes"), [(volume_lane(0), START + 16 * MIB), (BACKGROUND_LANE, SMALLEST_BYTES)])
+def test_a_volume_that_hangs_is_waited_for_no_longer_than_a_turn(stuck: Hashable, written_bytes: int) -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        disks = [TimedVolume(clock, rate, index=index) for index, rate in enumerate((1e9, 5e9, 1e9))]
+        shelf = stuck_shelf(
+            lambda *of: Probe(*of, clock=clock, turn_s=0.3, total_s=60.0), stuck, *disks, written_bytes=written_bytes
+        )
+        await shelf.set.speeds.measure()
+        is_zero_filled = stuck == BACKGROUND_LANE
+        assert classes_of(shelf) == ([0, 0, 0] if is_zero_filled else [1, 0, 1])
+        assert shelf.space.is_prefilling == is_zero_filled, "what zeros may still come to is not free"
+
+    run(scenario())
+
+
+def test_a_probe_is_over_in_time_whatever_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        disks = [TimedVolume(clock, 1e9, index=0), TimedVolume(clock, 5e9, index=1)]
+        shelf = stuck_shelf(lambda *of: Probe(*of, clock=clock, turn_s=60.0, total_s=0.02), volume_lane(0), *disks)
+        await shelf.set.speeds.measure()
+        assert classes_of(shelf) == [0, 0]
+
+    run(scenario())
+    assert "volume 0: its speed could not be measured: it has not returned in 0.0" in caplog.text
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_when_a_volume_first_has_room_all_are_measured_anew_unless_others_move(is_busy: bool) -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        old, new = TimedVolume(clock, 1e9, index=0), TimedVolume(clock, 3e9, index=1, free_mib=1)
+        shelf = stuck_shelf(probing(clock), CPU_LANE, old, new, written_bytes=START)
+        await shelf.set.speeds.measure()
+        before = len(old.reads)
+        traffic = asyncio.ensure_future(shelf.runner.call(CPU_LANE, lambda: None) if is_busy else turns(1))
+        await turns(3)
+        await shelf.make_room(1000)
+        traffic.cancel()
+        assert (len(old.reads) > before, len(new.reads) > 0) == (not is_busy, not is_busy)
+        assert classes_of(shelf) == ([0, 0] if is_busy else [1, 0])
+        read = len(new.reads)
+        await shelf.make_room(1000)
+        assert len(new.reads) == read, "it is not tried again before the next start"
+
+    run(scenario())
+
+
+def test_the_first_probe_waits_for_no_scrub_that_begins_beside_it() -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        shelf = stuck_shelf(probing(clock), CPU_LANE, TimedVolume(clock, 1e9, index=0), TimedVolume(clock, 3e9, index=1))
+        scrub = asyncio.ensure_future(shelf.runner.call(CPU_LANE, lambda: None))
+        await turns(2)
+        await shelf.set.speeds.measure()
+        scrub.cancel()
+        assert classes_of(shelf) == [1, 0]
+
+    run(scenario())
 
 
 def test_a_fenced_volume_is_not_read() -> None:

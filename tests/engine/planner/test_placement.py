@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import pytest
 
 from paramstore.config import Retention
+from paramstore.core.heat import NO_HEAT, GivenHeat
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
 from paramstore.engine.planner.placement import RANKED_FOR, Placement
@@ -40,7 +42,6 @@ def hot(made: SmallPlanner, keys: Sequence[ExpertKey] | None = None) -> list[int
     """The experts whose next extent should be of the fast class."""
     asked = made.keys if keys is None else list(keys)
     found = made.planner.working.placement.speed_classes(made.namespace, asked)
-    assert None not in found
     return [key[1] for key, speed_class in zip(asked, found, strict=True) if speed_class == 0]
 
 
@@ -70,10 +71,10 @@ def test_records_for_inference_are_there_once() -> None:
     assert hot(made) == [5, 6, 7]
 
 
-def test_a_policy_without_counts_says_what_was_used_last() -> None:
+def test_a_policy_that_forgets_what_it_does_not_hold_places_nothing() -> None:
     made = small(PARAM, policy=Lru)
     use(made, [1] * KEYS)
-    assert hot(made) == [5, 6, 7]
+    assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
 
 
 def test_a_fast_class_that_is_fenced_is_nobody_s_goal() -> None:
@@ -104,7 +105,7 @@ def test_one_ranking_holds_for_some_extents_and_no_more() -> None:
 def test_an_initialization_goes_by_the_heat_that_it_came_with_until_its_end() -> None:
     made = small(PARAM, is_committed=False)
     use(made, range(KEYS))
-    made.planner.begin_initialization(made.namespace, {(0, 0): 3.0, (0, 2): 5.0, (0, 3): 1.0, (0, 4): 2.0})
+    made.planner.begin_initialization(made.namespace, GivenHeat.of({(0, 0): 3.0, (0, 2): 5.0, (0, 3): 1.0, (0, 4): 2.0}))
     assert hot(made) == [0, 2, 4]
     made.planner.end_initialization(made.namespace)
     assert hot(made) == [5, 6, 7]
@@ -113,8 +114,42 @@ def test_an_initialization_goes_by_the_heat_that_it_came_with_until_its_end() ->
 def test_an_initialization_of_which_nobody_knows_the_heat_prefers_no_class() -> None:
     made = small(PARAM, is_committed=False)
     use(made, range(KEYS))
-    made.planner.begin_initialization(made.namespace, {})
+    made.planner.begin_initialization(made.namespace, NO_HEAT)
     assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
+
+
+def test_records_without_heat_take_room_of_the_fast_class_that_hot_ones_leave_whenever_these_come() -> None:
+    made = small(PARAM, fast=4, is_committed=False)
+    assert made.space.reserve_many(56, PARAM.record_bytes, speed_classes=[1] * 56), "by free share all would go to the fast volume"
+    made.planner.begin_initialization(made.namespace, GivenHeat.of({(0, 6): 1.0, (0, 7): 2.0}))
+    found = dict[int, int]()
+    for key in made.keys:
+        made.planner.reserve_extents(made.namespace, [key])
+        extent = made.namespace.residency.working[key].reserved
+        assert extent is not None
+        found[key[1]] = extent.volume
+    assert list(found.values()) == [1] * 2 + [0] * 4 + [1] * 2
+
+
+def test_records_without_heat_go_to_the_slow_class_where_hot_ones_leave_no_room() -> None:
+    made = small(PARAM, fast=2, is_committed=False)
+    made.planner.begin_initialization(made.namespace, GivenHeat.of({(0, 6): 1.0, (0, 7): 2.0}))
+    assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [1] * 6 + [0] * 2
+
+
+def test_what_came_with_an_initialization_is_forgotten_at_its_end_and_at_a_rollback() -> None:
+    for is_ended in (True, False):
+        made = small(PARAM, is_committed=False)
+        given = GivenHeat.of({(0, 1): 1.0})
+        made.planner.begin_initialization(made.namespace, given)
+        seen = weakref.ref(given)
+        del given
+        assert seen() is not None
+        if is_ended:
+            made.planner.end_initialization(made.namespace)
+        else:
+            made.planner.begin_rollback(made.namespace)
+        assert seen() is None
 
 
 def test_an_apply_reserves_by_heat() -> None:
