@@ -18,6 +18,7 @@ from paramstore.run.plan import HOST_SHARE, plan_of
 from paramstore_client import hf
 from paramstore_client.hf.checkpoint.progress import Progress, bar
 from paramstore_client.hf.checkpoint.skeleton import skeleton
+from paramstore_client.hf.checkpoint.tokenizers import load_tokenizer
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.quantization import quantized_parts
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
@@ -56,8 +57,9 @@ def use_model(home: Home, settings: RunSettings, tell: Callable[[str], object], 
 
     Raises CapacityError where the experts do not fit on the disk or in memory, before a daemon is started or anything is made;
     CheckpointError for a checkpoint that is damaged, has no tokenizer, or is another one than the store holds; UnsupportedModel for
-    one that cannot be served; and what `RunDaemon` and `ps.hf.from_pretrained` raise. What was imported until then stays, and is
-    gone on from. No `with` of its callers: an interrupt would wait for the end of all that happens in an `__enter__`.
+    one that cannot be served, or takes Python of its own; and what `RunDaemon` and `ps.hf.from_pretrained` raise. What was imported
+    until then stays, and is gone on from. No `with` of its callers: an interrupt would wait for the end of all that happens in an
+    `__enter__`.
     """
     _hush()
     memory = ExpertMemory.of(settings.expert_memory, "auto", mode="infer")
@@ -67,7 +69,7 @@ def use_model(home: Home, settings: RunSettings, tell: Callable[[str], object], 
     layout = hf.find_layout(bones)
     plan = plan_of(home, layout, bones, is_quantized=is_quantized, memory=memory, budget_bytes=budget_bytes)
     plan.check()
-    tokenizer = _load_tokenizer(home)
+    tokenizer = load_tokenizer(home.checkpoint)
     tell(plan.line())
     daemon = RunDaemon(
         home, host_budget=settings.host_budget, default_budget_bytes=budget_bytes, keeps=settings.keeps, tell=tell
@@ -98,18 +100,6 @@ def _load_model(settings: RunSettings, home: Home, store: client.Store) -> Any:
         way_out = f", or after `rm -r {home.directory}`" if home.is_default else " or another --namespace"
         raise CheckpointError(
             f"{error}. Where {home.checkpoint} was replaced on purpose, its experts are imported anew with another --dir{way_out}"
-        ) from error
-
-
-def _load_tokenizer(home: Home) -> Any:
-    """The checkpoint's tokenizer. Raises CheckpointError."""
-    try:
-        return modeling.transformers().AutoTokenizer.from_pretrained(home.checkpoint, local_files_only=True)
-    except Exception as error:  # what tokenizers raise has no common class
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(
-            f"{home.checkpoint} has no tokenizer that can be loaded ({reason[0]}): put the model's tokenizer files beside its "
-            "config.json"
         ) from error
 
 

@@ -220,7 +220,7 @@ INTERRUPTED = "paramstore: interrupted; what was imported stays, and the same co
 MOMENTS: dict[str, tuple[object, str]] = {
     "planning": (model, "plan_of"),
     "starting the daemon": (autostart._Start, "pause"),
-    "load": (model, "_load_tokenizer"),
+    "load": (model, "load_tokenizer"),
     "generating": (answers._Listener, "put"),
 }
 
