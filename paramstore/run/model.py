@@ -10,11 +10,11 @@ from functools import cache, partial
 from typing import Any
 
 import paramstore_client as client
-from paramstore.config import parse_size
 from paramstore.errors import CheckpointError
 from paramstore.run.daemon import RunDaemon
 from paramstore.run.home import Home
-from paramstore.run.plan import HOST_SHARE, plan_of
+from paramstore.run.plan import budget_of, plan_of
+from paramstore.run.store import look
 from paramstore_client import hf
 from paramstore_client.hf.checkpoint.progress import Progress, bar
 from paramstore_client.hf.checkpoint.skeleton import skeleton
@@ -22,7 +22,6 @@ from paramstore_client.hf.checkpoint.tokenizers import load_tokenizer
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.quantization import quantized_parts
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
-from paramstore_client.hf.loading.placement import available_bytes
 from paramstore_client.namespace import Namespace
 from paramstore_client.tensors import DTYPES
 
@@ -65,9 +64,11 @@ def use_model(home: Home, settings: RunSettings, tell: Callable[[str], object], 
     memory = ExpertMemory.of(settings.expert_memory, "auto", mode="infer")
     bones = skeleton(home.checkpoint, dtype=settings.dtype, mode="infer")
     is_quantized = bool(quantized_parts(bones.config))
-    budget_bytes = available_bytes() // HOST_SHARE if settings.host_budget is None else parse_size(settings.host_budget)
-    layout = hf.find_layout(bones)
-    plan = plan_of(home, layout, bones, is_quantized=is_quantized, memory=memory, budget_bytes=budget_bytes)
+    layout, there = hf.find_layout(bones), look(home)
+    budget_bytes = budget_of(bones, layout, asked=settings.host_budget, running_bytes=there.budget_bytes)
+    plan = plan_of(
+        home, layout, bones, is_quantized=is_quantized, memory=memory, budget_bytes=budget_bytes, there_bytes=there.there_bytes
+    )  # fmt: skip
     plan.check()
     tokenizer = load_tokenizer(home.checkpoint)
     tell(plan.line())
