@@ -98,6 +98,8 @@ def _load_model(settings: RunSettings, home: Home, store: client.Store) -> Any:
                 expert_memory=settings.expert_memory, progress=report, local_files_only=True, **options,
             ).eval()  # fmt: skip
     except CheckpointError as error:
+        if not error.is_another:
+            raise
         way_out = f", or after `rm -r {home.directory}`" if home.is_default else " or another --namespace"
         raise CheckpointError(
             f"{error}. Where {home.checkpoint} was replaced on purpose, its experts are imported anew with another --dir{way_out}"

@@ -132,7 +132,8 @@ def test_a_checkpoint_that_was_replaced_is_refused_with_the_way_out(
     assert "CheckpointError: namespace 'replaced-" in said.err
     assert f"imported anew with another --dir, or after `rm -r {store_of(path)}`" in said.err
     assert daemon_of(store_of(path)) is None
-    (path / "model.safetensors").write_bytes(b"cut off")
+    for file in path.glob("*.safetensors"):
+        file.write_bytes(b"cut off")
     assert paramstore("run", str(path), "hello", *GREEDY) == 1
     said = capsys.readouterr()
     assert "CheckpointError" in said.err
@@ -311,13 +312,17 @@ def test_help_and_a_wrong_path_load_no_torch(modules_of: Callable[..., set[str]]
     assert not modules_of("run", "/no/such/model", "hi", code=1) & {"torch", "transformers"}
 
 
+def read(file: int | str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedReader(io.FileIO(file)), encoding="utf-8")
+
+
 def piped(monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
     """Makes standard input a pipe with `content`, closed behind it; with None, one that stays open and empty."""
     reader, writer = os.pipe()
     if content is not None:
         os.write(writer, content)
         os.close(writer)
-    monkeypatch.setattr("sys.stdin", open(reader, encoding="utf-8"))
+    monkeypatch.setattr("sys.stdin", read(reader))
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -334,15 +339,15 @@ def test_standard_input_is_joined_to_a_prompt_and_what_is_none_is_told(
     assert "nothing came on standard input within 0.01 s: the prompt is PROMPT alone" in capsys.readouterr().err
     for prompt in (None, "hello"):
         piped(monkeypatch, b"\xff\xfe")
-        with pytest.raises(ConfigError, match="the prompt is no text in UTF-8: .*0xff"):
+        with pytest.raises(ConfigError, match=r"the prompt is no text in UTF-8: .*0xff"):
             command._asked(prompt)
-    with pytest.raises(ConfigError, match="no text in UTF-8: .*surrogates"):
+    with pytest.raises(ConfigError, match=r"no text in UTF-8: .*surrogates"):
         command._asked("\udcff")
     monkeypatch.setattr("sys.stdin", None)  # closed, as by `<&-`
     assert command._asked("hello") == "hello"
     with pytest.raises(ConfigError, match="there is no prompt"):
         command._asked(None)
-    monkeypatch.setattr("sys.stdin", open("/dev/null", encoding="utf-8"))
+    monkeypatch.setattr("sys.stdin", read("/dev/null"))
     assert command._asked("hello") == "hello"
 
 
