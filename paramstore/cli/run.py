@@ -104,11 +104,13 @@ def serve_model(
     end_as_interrupt()
     settings = RunSettings(expert_memory=_memory(expert_memory), dtype=dtype, host_budget=host_budget, keeps=keep)
 
-    def use(opened: RunModel) -> None:
+    def ready() -> None:
         place = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"ready http://{place}:{listener.getsockname()[1]}/v1\n")
         sys.stdout.flush()
-        serve(opened, listener, name=model, tell=_tell)
+
+    def use(opened: RunModel) -> None:
+        serve(opened, listener, name=model, tell=_tell, ready=ready)
         _tell("stopped")
 
     with listener, _telling_of_interrupts():
