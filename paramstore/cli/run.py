@@ -104,13 +104,11 @@ def serve_model(
     end_as_interrupt()
     settings = RunSettings(expert_memory=_memory(expert_memory), dtype=dtype, host_budget=host_budget, keeps=keep)
 
-    def ready() -> None:
+    def use(opened: RunModel) -> None:
         place = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"ready http://{place}:{listener.getsockname()[1]}/v1\n")
         sys.stdout.flush()
-
-    def use(opened: RunModel) -> None:
-        serve(opened, listener, name=model, tell=_tell, ready=ready)
+        serve(opened, listener, name=model, tell=_tell)
         _tell("stopped")
 
     with listener, _telling_of_interrupts():

@@ -17,8 +17,6 @@ PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
 """Packages that the extra `serve` has, as transformers' server needs them."""
 SHUTDOWN_S = 5
 """Seconds that answers under way have to end once the server is told to; then their connections are closed."""
-REQUESTS_MAX = 64
-"""Connections that are served or wait for their turn at one time: answers are computed one after the other."""
 BACKLOG = 128
 """Connections that wait to be accepted."""
 
@@ -39,11 +37,8 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host} --port {port}: {error}: give another") from error
 
 
-def serve(
-    opened: RunModel, listener: socket.socket, *, name: str, tell: Callable[[str], object], ready: Callable[[], object]
-) -> None:  # fmt: skip
+def serve(opened: RunModel, listener: socket.socket, *, name: str, tell: Callable[[str], object]) -> None:
     """Answers requests for the model `name` at `listener` until the process is told to end; then that signal is raised again.
-    ready: called once the server is made. Above REQUESTS_MAX at a time, requests are refused with 503.
 
     Raises ConfigError where the installed transformers has no such server.
     """
@@ -53,8 +48,5 @@ def serve(
         tell("the model has no chat template: /v1/completions alone answers")
     uvicorn = importlib.import_module("uvicorn")
     app = openai_server(opened.model, opened.tokenizer, name=name)
-    config = uvicorn.Config(
-        app, log_level="warning", ws="none", limit_concurrency=REQUESTS_MAX, timeout_graceful_shutdown=SHUTDOWN_S
-    )
-    ready()
+    config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=SHUTDOWN_S)
     uvicorn.Server(config).run(sockets=[listener])

@@ -59,8 +59,7 @@ def ask(opened: RunModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
     monkeypatch.setattr(uvicorn, "Server", Noted)
     listener = server.listen("127.0.0.1", 0)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    served = {"name": "m", "tell": print, "ready": lambda: None}
-    thread = threading.Thread(target=server.serve, args=(opened, listener), kwargs=served, daemon=True)
+    thread = threading.Thread(target=server.serve, args=(opened, listener), kwargs={"name": "m", "tell": print}, daemon=True)
     thread.start()
 
     def asked(path: str, **body: Any) -> Any:
@@ -136,11 +135,3 @@ def test_a_port_that_is_taken_is_told() -> None:
         server.listen("no host", 0)
 
 
-def test_a_server_that_is_not_known_is_told_before_it_is_called_ready(
-    opened: RunModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transformers.cli.serving.server.build_server", lambda manager: None)
-    ready: list[bool] = []
-    with pytest.raises(ConfigError, match="has no server that this version of paramstore knows"):
-        server.serve(opened, None, name="m", tell=print, ready=lambda: ready.append(True))  # type: ignore[arg-type]
-    assert ready == []
