@@ -142,7 +142,12 @@ class CorruptRecord(VolumeError):
 
 
 class CheckpointError(ParamStoreError):
-    """A checkpoint of a model (safetensors files, not a store's) is damaged, incomplete, or not the one an import began with."""
+    """A checkpoint of a model (safetensors files, not a store's) is damaged, incomplete, or not the one an import began with.
+
+    is_another: whether it is the last, so that a namespace has the experts of another checkpoint, or of what was there before.
+    """
+
+    is_another = False
 
 
 class CatalogError(ParamStoreError):

@@ -5,6 +5,7 @@ An interrupt keeps what was imported; the same command goes on with the rest.
 
 from __future__ import annotations
 
+import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,14 +18,16 @@ from paramstore.config import parse_size
 from paramstore.errors import ConfigError
 
 MODEL_HELP = "A directory of safetensors, or the id of a model in the hub's cache; nothing is fetched."
-PROMPT_HELP = "What to answer. Without it standard input, and on a terminal a chat, line by line."
+PROMPT_HELP = "What to answer, above what standard input has. Without both, on a terminal, a chat, line by line."
 DIR_HELP = "The store's directory; default one of the model's own in ~/.cache/paramstore."
 NAMESPACE_HELP = "The namespace in the store; default named from the checkpoint's place."
 MEMORY_HELP = "Experts that stay in memory: a size, as 12GiB, or how many; default what the host budget allows."
-BUDGET_HELP = "Host memory of the daemon that is started, as 64GiB; default half of what is available."
+BUDGET_HELP = "Host memory of the daemon that is started, as 64GiB; default PARAMSTORE_HOST_BUDGET, else half of what is available."
 DTYPE_HELP = "float32, bfloat16 or float16; default the checkpoint's."
 KEEP_HELP = "Leave the daemon that was started running: the next run finds experts in its memory."
 PROMPT_SIGN = ">>> "
+PIPE_WAIT_S = 2.0
+"""Seconds in which something has to come on a standard input that is given beside PROMPT."""
 
 
 def run(
@@ -64,11 +67,14 @@ def run(
 
     def use(opened: RunModel) -> None:
         answers = Answers(opened, how, tell=_tell)
-        if asked is not None:
-            answers.answer([user_says(asked)])
-        else:
-            chat(_read_line, _stoppable(answers.answer, answers.stop))
-        _tell(answers.figures.line())
+        try:
+            if asked is not None:
+                answers.answer([user_says(asked)])
+            else:
+                chat(_read_line, _stoppable(answers.answer, answers.stop), fits=answers.fits, tell=_tell)
+        finally:
+            if answers.figures.answers:
+                _tell(answers.figures.line())
 
     with _telling_of_interrupts():
         use_model(home, settings, _tell, use)
@@ -129,13 +135,36 @@ def _memory(expert_memory: str | None) -> str | int | None:
 
 
 def _asked(prompt: str | None) -> str | None:
-    """The prompt that was given, or lies on standard input; None for a chat. Raises ConfigError for an empty one."""
-    if prompt is None and sys.stdin.isatty():
+    """The prompt that was given, and below it what lies on standard input; None for a chat. Raises ConfigError for an empty one,
+    and for bytes that are no UTF-8."""
+    if prompt is None and sys.stdin is not None and sys.stdin.isatty():
         return None
-    asked = sys.stdin.read().removesuffix("\n") if prompt is None else prompt  # `echo` and editors end a line that is none
+    try:
+        asked = "\n".join(text for text in (prompt, _piped(waits=prompt is None)) if text)
+        asked.encode()  # in some locales Python reads other bytes as surrogates
+    except UnicodeError as error:
+        raise ConfigError(f"the prompt is no text in UTF-8: {error}") from error
     if not asked.strip():
         raise ConfigError("there is no prompt: give PROMPT, or one on standard input; on a terminal, without either, it is a chat")
     return asked
+
+
+def _piped(*, waits: bool) -> str:
+    """All of standard input, less the end of its last line, which `echo` and editors write; "" where it is closed or a terminal.
+
+    waits: for as long as it takes. Else something has to come within PIPE_WAIT_S: a program that starts this one may have left open
+    a pipe in which nothing ever comes; and input that cannot be read has nothing. Raises ConfigError, UnicodeDecodeError."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    try:
+        if not waits and not select.select([sys.stdin], [], [], PIPE_WAIT_S)[0]:
+            _tell(f"nothing came on standard input within {PIPE_WAIT_S:g} s: the prompt is PROMPT alone")
+            return ""
+        return sys.stdin.read().removesuffix("\n")
+    except OSError as error:
+        if waits:
+            raise ConfigError(f"standard input cannot be read: {error}: give PROMPT") from error
+        return ""
 
 
 def _tell(line: str) -> None:

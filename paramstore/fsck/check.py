@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from pathlib import Path
 
 from paramstore.core.schema import Part, Schema
 from paramstore.directories import check_directory, is_missing
-from paramstore.errors import CapacityError, CatalogError, ConfigError, SchemaMismatch, StoreLocked, VolumeError
+from paramstore.errors import CatalogError, ConfigError, SchemaMismatch, StoreLocked, VolumeError
 from paramstore.fsck.compare import compare
 from paramstore.fsck.disks import FileDisk, volume_file, volume_index
 from paramstore.fsck.findings import Finding
@@ -29,9 +27,8 @@ from paramstore.fsck.survey import Survey, survey
 from paramstore.fsck.swap import CATALOG_NAME, replace_catalog
 from paramstore.holder import LOCK_NAME, OTHER_BYTE, holder
 from paramstore.storage.catalog.base import Contents
-from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
+from paramstore.storage.catalog.copied import read_catalog
 from paramstore.storage.lock import StoreLock
-from paramstore.storage.mounts import DISK_FULL
 
 PMEM_PREFIX = "pmem:"
 
@@ -178,26 +175,6 @@ def _placed(volumes: Sequence[str]) -> Iterator[tuple[Path, int]]:
     for position, volume in enumerate(volumes):
         directory = Path(volume.removeprefix(PMEM_PREFIX))
         yield directory, volume_index(directory, position)
-
-
-def read_catalog(path: Path) -> Contents:
-    """Reads the catalog at `path` from a copy, so that LMDB does not touch the file. Raises CatalogError; CapacityError where there
-    is no room for the copy, so that nothing is known of the catalog."""
-    file = path / "data.mdb"
-    try:
-        with tempfile.TemporaryDirectory(prefix="paramstore-fsck-") as place:
-            shutil.copyfile(file, Path(place) / file.name)
-            catalog = LmdbCatalog(Path(place))
-            try:
-                return catalog.load()
-            finally:
-                catalog.close()
-    except OSError as error:
-        if error.errno in DISK_FULL or error.filename != str(file):  # it failed to write, not to read
-            raise CapacityError(f"catalog {path}: no room for a copy of it: {error}: free some there, or set TMPDIR") from error
-        raise CatalogError(f"catalog {path}: cannot be read: {error}") from error
-    except CatalogError as error:
-        raise type(error)(f"catalog {path}, read from a copy: {error}") from error
 
 
 def _check_store(directory: Path, volumes: Sequence[str]) -> None:

@@ -20,6 +20,8 @@ from paramstore_client.hf.compat import modeling
 TOKENS_MAX = 1024
 """Most new tokens of an answer where neither the caller nor the checkpoint's generation_config says so; transformers' server has
 the same."""
+ROOM_SHARE = 4
+"""A chat forgets its oldest turns where less than one in so many of the model's tokens is left for an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ class Answers:
 
     def answer(self, messages: Sequence[Message]) -> str:
         """Answers the last of `messages`, on stdout as the tokens come, and returns the answer. Raises ConfigError for a prompt
-        that has no token, or more than the model takes; and what reading experts raises."""
+        that has no token, or more than the model takes, or that the chat template refuses; and what reading experts raises."""
         if self._settings.follows:
             self._follow()
         transformers, model, tokenizer = modeling.transformers(), self._opened.model, self._opened.tokenizer
@@ -102,6 +104,12 @@ class Answers:
         )  # fmt: skip
         return str(tokenizer.decode(made[0, length:], skip_special_tokens=True))
 
+    def fits(self, messages: Sequence[Message]) -> bool:
+        """Whether the model has room for an answer to `messages`, of all tokens that it may have or one in ROOM_SHARE of those that
+        the model takes. Raises ConfigError as `answer` does."""
+        length, most = self._encode(messages)["input_ids"].shape[1], self._most()
+        return most is None or length + min(self._wanted(), -(-most // ROOM_SHARE)) <= most
+
     def _follow(self) -> None:
         moved = hf.follow(self._opened.model)
         if moved.has_moved or moved.reason is not None:
@@ -111,9 +119,14 @@ class Answers:
         """The prompt as tokens [1, T], with its mask."""
         tokenizer = self._opened.tokenizer
         if self._has_template:
-            found = tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )  # fmt: skip
+            try:
+                found = tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
+                )  # fmt: skip
+            except Exception as error:  # a template is a program of the checkpoint's
+                raise ConfigError(
+                    f"the model's chat template refuses what was said: {error}; --raw gives the prompt as it is"
+                ) from error
         else:
             found = tokenizer("\n".join(message["content"] for message in messages), return_tensors="pt")
         if not found["input_ids"].shape[1]:
@@ -122,14 +135,21 @@ class Answers:
 
     def _most_new(self, length: int) -> int:
         """How many new tokens there may be after a prompt of `length`. Raises ConfigError where the model takes no more."""
-        model = self._opened.model
-        wanted = self._settings.tokens or model.generation_config.max_new_tokens or TOKENS_MAX
-        most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        wanted, most = self._wanted(), self._most()
         if most is not None and length >= most:
             raise ConfigError(
                 f"the prompt has {length} tokens, with what was said before; the model takes {most}: begin anew, or say less"
             )
-        return int(wanted if most is None else min(wanted, most - length))
+        return wanted if most is None else min(wanted, most - length)
+
+    def _wanted(self) -> int:
+        """Most new tokens of an answer, where there is room."""
+        return int(self._settings.tokens or self._opened.model.generation_config.max_new_tokens or TOKENS_MAX)
+
+    def _most(self) -> int | None:
+        """How many tokens the model takes, prompt and answer; None where it does not say."""
+        found = getattr(self._opened.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return None if found is None else int(found)
 
     def _criteria(self) -> list[Any]:
         transformers = modeling.transformers()

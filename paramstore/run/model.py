@@ -10,18 +10,18 @@ from functools import cache, partial
 from typing import Any
 
 import paramstore_client as client
-from paramstore.config import parse_size
 from paramstore.errors import CheckpointError, WriterFenced
 from paramstore.run.daemon import RunDaemon
 from paramstore.run.home import Home
-from paramstore.run.plan import HOST_SHARE, plan_of
+from paramstore.run.plan import budget_of, plan_of
+from paramstore.run.store import look
 from paramstore_client import hf
 from paramstore_client.hf.checkpoint.progress import Progress, bar
 from paramstore_client.hf.checkpoint.skeleton import skeleton
+from paramstore_client.hf.checkpoint.tokenizers import load_tokenizer
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.quantization import quantized_parts
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
-from paramstore_client.hf.loading.placement import available_bytes
 from paramstore_client.namespace import Namespace
 from paramstore_client.tensors import DTYPES
 
@@ -56,19 +56,21 @@ def use_model(home: Home, settings: RunSettings, tell: Callable[[str], object], 
 
     Raises CapacityError where the experts do not fit on the disk or in memory, before a daemon is started or anything is made;
     CheckpointError for a checkpoint that is damaged, has no tokenizer, or is another one than the store holds; UnsupportedModel for
-    one that cannot be served; WriterFenced while another run imports it, which goes on; and what `RunDaemon` and
-    `ps.hf.from_pretrained` raise. What was imported until then stays, and is gone on from. No `with` of its callers: an interrupt
-    would wait for the end of all that happens in an `__enter__`.
+    one that cannot be served, or takes Python of its own; WriterFenced while another run imports it, which goes on; and what
+    `RunDaemon` and `ps.hf.from_pretrained` raise. What was imported until then stays, and is gone on from. No `with` of its
+    callers: an interrupt would wait for the end of all that happens in an `__enter__`.
     """
     _hush()
     memory = ExpertMemory.of(settings.expert_memory, "auto", mode="infer")
     bones = skeleton(home.checkpoint, dtype=settings.dtype, mode="infer")
     is_quantized = bool(quantized_parts(bones.config))
-    budget_bytes = available_bytes() // HOST_SHARE if settings.host_budget is None else parse_size(settings.host_budget)
-    layout = hf.find_layout(bones)
-    plan = plan_of(home, layout, bones, is_quantized=is_quantized, memory=memory, budget_bytes=budget_bytes)
+    layout, there = hf.find_layout(bones), look(home)
+    budget_bytes = budget_of(bones, layout, asked=settings.host_budget, running_bytes=there.budget_bytes)
+    plan = plan_of(
+        home, layout, bones, is_quantized=is_quantized, memory=memory, budget_bytes=budget_bytes, there_bytes=there.there_bytes
+    )  # fmt: skip
     plan.check()
-    tokenizer = _load_tokenizer(home)
+    tokenizer = load_tokenizer(home.checkpoint)
     tell(plan.line())
     daemon = RunDaemon(
         home, host_budget=settings.host_budget, default_budget_bytes=budget_bytes, keeps=settings.keeps, tell=tell
@@ -107,21 +109,11 @@ def _load_model(settings: RunSettings, home: Home, store: client.Store) -> Any:
                 expert_memory=settings.expert_memory, progress=report, local_files_only=True, **options,
             ).eval()  # fmt: skip
     except CheckpointError as error:
+        if not error.is_another:
+            raise
         way_out = f", or after `rm -r {home.directory}`" if home.is_default else " or another --namespace"
         raise CheckpointError(
             f"{error}. Where {home.checkpoint} was replaced on purpose, its experts are imported anew with another --dir{way_out}"
-        ) from error
-
-
-def _load_tokenizer(home: Home) -> Any:
-    """The checkpoint's tokenizer. Raises CheckpointError."""
-    try:
-        return modeling.transformers().AutoTokenizer.from_pretrained(home.checkpoint, local_files_only=True)
-    except Exception as error:  # what tokenizers raise has no common class
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(
-            f"{home.checkpoint} has no tokenizer that can be loaded ({reason[0]}): put the model's tokenizer files beside its "
-            "config.json"
         ) from error
 
 

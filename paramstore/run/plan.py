@@ -1,13 +1,14 @@
-"""Says before a run begins whether its experts fit on the disk and in memory, and what of them stays there. Pure but for `plan_of`,
-which looks at files."""
+"""Says before a run begins whether its experts fit on the disk and in memory, and what of them stays there. Pure but for `plan_of`
+and `budget_of`, which look at the machine."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from paramstore.config import Config, format_size
+from paramstore.config import ENVIRONMENT_PREFIX, Config, format_size, load, parse_size
 from paramstore.core.schema import Schema
 from paramstore.engine.capacity.estimate import Estimate, estimate
 from paramstore.errors import CapacityError
@@ -17,9 +18,11 @@ from paramstore_client.hf.import_checkpoint import packed_schema
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
 from paramstore_client.hf.loading.placement import packed_slots
 from paramstore_client.hf.model.layout import ExpertLayout
+from paramstore_client.host_memory import available_bytes
 
 HOST_SHARE = 2
 """One of so many bytes of available memory is the daemon's, where nobody says how much."""
+BUDGET_VARIABLE = f"{ENVIRONMENT_PREFIX}HOST_BUDGET"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +71,30 @@ class Plan:
         return f"{total}: {kept}{unpacked}{leased}{imported}"
 
 
+def budget_of(model: Any, layout: ExpertLayout, *, asked: str | None, running_bytes: int | None) -> int:
+    """The host budget to plan with, in bytes: that of the daemon which runs, else the one asked for, else the variable's, else the
+    daemon's share of what is available beside the dense part of `model`, a skeleton. Raises ConfigError for one that is none."""
+    if running_bytes is not None:
+        return running_bytes
+    if asked is not None:
+        return parse_size(asked)
+    if BUDGET_VARIABLE in os.environ:
+        return load().host_budget_bytes
+    return max(0, available_bytes() - dense_bytes(model, layout)) // HOST_SHARE
+
+
+def dense_bytes(model: Any, layout: ExpertLayout) -> int:
+    """Bytes of all parameters but the experts'."""
+    experts = tuple(f"{path}." for path in layout.modules.values())
+    return sum(tensor.nbytes for name, tensor in model.named_parameters() if not name.startswith(experts))
+
+
 def plan_of(
-    home: Home, layout: ExpertLayout, model: object, *, is_quantized: bool, memory: ExpertMemory, budget_bytes: int
+    home: Home, layout: ExpertLayout, model: object, *, is_quantized: bool, memory: ExpertMemory, budget_bytes: int,
+    there_bytes: int | None,
 ) -> Plan:  # fmt: skip
-    """The plan of a run. layout: of `model`, a skeleton. memory: how many experts are to stand. Raises what `packed_schema`
-    raises."""
+    """The plan of a run. layout: of `model`, a skeleton. memory: how many experts are to stand. there_bytes: of its records that
+    the store has; None: all. Raises what `packed_schema` raises."""
     computed = layout.schema(None)
     packed = packed_schema(home.checkpoint, layout, model) if is_quantized else None  # type: ignore[arg-type]
     schema, key_count = packed or computed, len(layout.layers) * layout.experts
@@ -84,19 +106,14 @@ def plan_of(
         name=home.model, key_count=key_count, expert_bytes=schema.record_bytes, budget_bytes=budget_bytes,
         least_budget_bytes=found.least_host_bytes, standing=min(standing, key_count), unpacked_slots=unpacked,
         leased=slots if packed is None else None,
-        lacking_bytes=max(0, found.volume_bytes - _taken_bytes(home.directory)), free_bytes=free_bytes(_nearest(home.directory)),
-        directory=home.directory,
+        lacking_bytes=0 if there_bytes is None else max(0, found.volume_bytes - there_bytes),
+        free_bytes=free_bytes(_nearest(home.directory)), directory=home.directory,
     )  # fmt: skip
 
 
 def _estimate(schema: Schema, key_count: int, budget_bytes: int) -> Estimate:
     config = Config(host_budget_bytes=budget_bytes)
     return estimate(schema, key_count, config, volume_count=1, core_count=len(os.sched_getaffinity(0)))
-
-
-def _taken_bytes(directory: Path) -> int:
-    """Bytes of the disk that files in `directory` have already."""
-    return sum(file.stat().st_blocks * 512 for file in directory.rglob("*") if file.is_file()) if directory.is_dir() else 0
 
 
 def _nearest(directory: Path) -> Path:

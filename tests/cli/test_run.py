@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import paramstore_client as ps
 from paramstore.cli import run as command
 from paramstore.cli import signals
+from paramstore.errors import ConfigError
 from paramstore.holder import daemon_of
 from paramstore.run import answers, model, plan, server
 from paramstore.run.daemon import RunDaemon
@@ -142,6 +143,12 @@ def test_a_checkpoint_that_was_replaced_is_refused_with_the_way_out(
     assert "CheckpointError: namespace 'replaced-" in said.err
     assert f"imported anew with another --dir, or after `rm -r {store_of(path)}`" in said.err
     assert_no_daemon(store_of(path))
+    for file in path.glob("*.safetensors"):
+        file.write_bytes(b"cut off")
+    assert paramstore("run", str(path), "hello", *GREEDY) == 1
+    said = capsys.readouterr()
+    assert "CheckpointError" in said.err
+    assert "on purpose" not in said.err  # a damaged file is no other checkpoint
 
 
 def test_what_cannot_be_run_is_told_with_its_exit_code_and_nothing_is_made(
@@ -302,6 +309,45 @@ def test_a_chat_goes_on_after_an_interrupt_of_an_answer_and_ends_at_the_end_of_i
 def test_help_and_a_wrong_path_load_no_torch(modules_of: Callable[..., set[str]]) -> None:
     assert not modules_of("run", "--help") & {"torch", "transformers", "numpy"}
     assert not modules_of("run", "/no/such/model", "hi", code=1) & {"torch", "transformers"}
+
+
+def read(file: int | str) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedReader(io.FileIO(file)), encoding="utf-8")
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
+    """Makes standard input a pipe with `content`, closed behind it; with None, one that stays open and empty."""
+    reader, writer = os.pipe()
+    if content is not None:
+        os.write(writer, content)
+        os.close(writer)
+    monkeypatch.setattr("sys.stdin", read(reader))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_standard_input_is_joined_to_a_prompt_and_what_is_none_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "PIPE_WAIT_S", 0.01)
+    piped(monkeypatch, b"the text\n")
+    assert command._asked("Summarize:") == "Summarize:\nthe text"
+    piped(monkeypatch, b"")
+    assert command._asked("hello") == "hello"
+    piped(monkeypatch, None)
+    assert command._asked("hello") == "hello"
+    assert "nothing came on standard input within 0.01 s: the prompt is PROMPT alone" in capsys.readouterr().err
+    for prompt in (None, "hello"):
+        piped(monkeypatch, b"\xff\xfe")
+        with pytest.raises(ConfigError, match=r"the prompt is no text in UTF-8: .*0xff"):
+            command._asked(prompt)
+    with pytest.raises(ConfigError, match=r"no text in UTF-8: .*surrogates"):
+        command._asked("\udcff")
+    monkeypatch.setattr("sys.stdin", None)  # closed, as by `<&-`
+    assert command._asked("hello") == "hello"
+    with pytest.raises(ConfigError, match="there is no prompt"):
+        command._asked(None)
+    monkeypatch.setattr("sys.stdin", read("/dev/null"))
+    assert command._asked("hello") == "hello"
 
 
 def test_an_option_tells_its_words() -> None:

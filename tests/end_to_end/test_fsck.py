@@ -16,7 +16,8 @@ from paramstore.cli.main import main
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent
 from paramstore.errors import VolumeError
-from paramstore.fsck.check import check, read_catalog, rebuild
+from paramstore.fsck.check import check, rebuild
+from paramstore.storage.catalog.copied import read_catalog
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 

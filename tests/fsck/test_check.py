@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from paramstore.errors import CatalogError, ConfigError, StoreLocked, VolumeError
-from paramstore.fsck.check import check, examine, layouts_of, read_catalog, rebuild, total_bytes
+from paramstore.fsck.check import check, examine, layouts_of, rebuild, total_bytes
 from paramstore.fsck.disks import volume_file
 from paramstore.fsck.reader import SUPERBLOCK_AT
 from paramstore.fsck.rebuild import new_contents, restore_notes
 from paramstore.fsck.survey import survey
 from paramstore.storage.catalog.base import Change, Contents, NamespaceContents, NamespaceRow, VolumeRow
+from paramstore.storage.catalog.copied import read_catalog
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 from paramstore.storage.format.notes import format_volume
 from paramstore.storage.format.structures import Superblock

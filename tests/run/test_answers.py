@@ -125,6 +125,22 @@ def test_tokens_are_chosen_as_the_checkpoint_says_unless_the_caller_does() -> No
     assert AnswerSettings(temperature=0.7).sampling() == {"do_sample": True, "temperature": 0.7}
 
 
+def test_a_chat_fits_where_an_answer_has_room(opened: RunModel) -> None:
+    def fits(length: int, tokens: int | None = None) -> bool:
+        return Answers(opened, AnswerSettings(tokens=tokens, is_raw=True), tell=print).fits([user_says("a" * length)])
+
+    assert (fits(CONTEXT * 3 // 4), fits(CONTEXT * 3 // 4 + 1)) == (True, False)
+    assert (fits(CONTEXT - 2, 2), fits(CONTEXT - 1, 2)) == (True, False)
+
+
+def test_what_a_template_refuses_is_told(opened: RunModel) -> None:
+    opened.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    asked = Answers(opened, AnswerSettings(), tell=print)
+    for ask in (asked.answer, asked.fits):
+        with pytest.raises(ConfigError, match="chat template refuses what was said: roles must alternate; --raw gives"):
+            ask([user_says("ab")])
+
+
 def test_a_prompt_without_a_token_is_refused(opened: RunModel) -> None:
     with pytest.raises(ConfigError, match="the prompt '' has no token"):
         Answers(opened, AnswerSettings(is_raw=True), tell=print).answer([user_says("")])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from paramstore.errors import CapacityError
+from paramstore.errors import CapacityError, ConfigError
 from paramstore.run import plan
 from paramstore.run.home import Home
 from paramstore.run.plan import Plan, plan_of
@@ -43,19 +44,51 @@ def test_what_is_missing_is_named_by_the_byte() -> None:
         replace(MADE, budget_bytes=3 * MIB).check()
 
 
-def test_a_plan_counts_what_is_on_the_disk_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = modeling.on_meta(modeling_class(families()["mixtral"]), tiny_config("mixtral"))
-    layout, home = hf.find_layout(model), Home("m", tmp_path, tmp_path / "none" / "store", "n", is_default=True)
+@pytest.fixture
+def skeleton() -> Any:
+    return modeling.on_meta(modeling_class(families()["mixtral"]), tiny_config("mixtral"))
+
+
+def test_a_plan_asks_room_for_what_is_not_on_the_disk_yet(
+    skeleton: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, home = hf.find_layout(skeleton), Home("m", tmp_path, tmp_path / "none" / "store", "n", is_default=True)
     monkeypatch.setattr(plan, "free_bytes", lambda place: 5 if place == tmp_path else 0)  # the nearest directory that is there
 
-    def planned(memory: int | None = None) -> Plan:
+    def planned(memory: int | None = None, there_bytes: int | None = 0) -> Plan:
         asked = ExpertMemory.of(memory, "auto", mode="infer")
-        return plan_of(home, layout, model, is_quantized=False, memory=asked, budget_bytes=64 * MIB)
+        return plan_of(
+            home, layout, skeleton, is_quantized=False, memory=asked, budget_bytes=64 * MIB, there_bytes=there_bytes
+        )  # fmt: skip
 
     first = planned()
     assert (first.standing, first.free_bytes, first.unpacked_slots) == (first.key_count, 5, None)
     assert first.lacking_bytes > first.key_count * first.expert_bytes
     assert (planned(3).standing, planned(3).leased) == (first.key_count, 3)
-    home.directory.mkdir(parents=True)
-    (home.directory / "volume").write_bytes(bytes(MIB))
-    assert planned().lacking_bytes == first.lacking_bytes - MIB
+    assert planned(there_bytes=4096).lacking_bytes == first.lacking_bytes - 4096
+    assert planned(there_bytes=None).lacking_bytes == 0
+
+
+def test_the_budget_is_the_daemons_else_the_callers_else_the_variables_else_half_of_what_the_dense_part_leaves(
+    skeleton: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, whole = hf.find_layout(skeleton), sum(tensor.nbytes for tensor in skeleton.parameters())
+    experts = sum(layout.schema(None).part("param").image_bytes for _ in range(len(layout.layers) * layout.experts))
+    dense = plan.dense_bytes(skeleton, layout)
+    assert 0 < dense < whole
+    assert whole - dense <= experts  # images are padded
+    monkeypatch.setattr(plan, "available_bytes", lambda: 10 * MIB + dense)
+    monkeypatch.delenv(plan.BUDGET_VARIABLE, raising=False)
+
+    def budget(asked: str | None = None, running_bytes: int | None = None) -> int:
+        return plan.budget_of(skeleton, layout, asked=asked, running_bytes=running_bytes)
+
+    assert budget() == 5 * MIB
+    monkeypatch.setenv(plan.BUDGET_VARIABLE, "7MiB")
+    assert (budget(), budget("6MiB"), budget("6MiB", 4 * MIB)) == (7 * MIB, 6 * MIB, 4 * MIB)
+    monkeypatch.setenv(plan.BUDGET_VARIABLE, "much")
+    with pytest.raises(ConfigError, match=f"variable {plan.BUDGET_VARIABLE}: host_budget"):
+        budget()
+    monkeypatch.delenv(plan.BUDGET_VARIABLE)
+    monkeypatch.setattr(plan, "available_bytes", lambda: 0)
+    assert budget() == 0

@@ -213,11 +213,11 @@ def check_imported(path: str | os.PathLike[str], namespace: Namespace, model: nn
         return False
     if found != origin.fingerprint:
         if _is_same(origin.source, path):
-            raise CheckpointError(
+            raise _another(
                 f"namespace {namespace.name!r} holds, at step {step}, experts that were imported from {path} before the checkpoint "
                 "there was replaced: it has others now. Give another name= to import those, or put the old checkpoint back"
             )
-        raise CheckpointError(
+        raise _another(
             f"namespace {namespace.name!r} holds, at step {step}, the experts of another checkpoint than {path}: they were "
             f"imported from {origin.source}; give that path, or another name="
         )
@@ -232,15 +232,21 @@ def _check_same(extra: bytes | None, fingerprint: str, *, path: str | os.PathLik
     if origin is None:
         raise CheckpointError(f"namespace {name!r} has values of an initialization that was no import: resume=False starts over")
     if origin.fingerprint != fingerprint and _is_same(origin.source, path):
-        raise CheckpointError(
+        raise _another(
             f"the import of {name!r} from {path} was begun before the checkpoint there was replaced: it has other experts now. "
             "Give resume=False to start over with these, or put the old checkpoint back to go on"
         )
     if origin.fingerprint != fingerprint:
-        raise CheckpointError(
+        raise _another(
             f"the import of {name!r} was begun with another checkpoint than {path} (with {origin.source}, fingerprint "
             f"{origin.fingerprint}; this one's is {fingerprint}): give that one to go on, or resume=False to start over"
         )
+
+
+def _another(message: str) -> CheckpointError:
+    error = CheckpointError(message)
+    error.is_another = True
+    return error
 
 
 def _is_same(source: str, path: str | os.PathLike[str]) -> bool:

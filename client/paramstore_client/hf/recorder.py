@@ -11,8 +11,8 @@ from torch import nn
 from paramstore.core.arguments import path, text
 from paramstore.core.trace import Trace
 from paramstore.directories import check_writable
-from paramstore.errors import CheckpointError
 from paramstore_client.client import Store
+from paramstore_client.hf.checkpoint.tokenizers import load_tokenizer
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.stored_models import from_pretrained
 from paramstore_client.hf.loading.stored_models import namespace as namespace_of
@@ -56,11 +56,8 @@ def record_text(directory: Path, file: Path, prompt: str, *, tokens: int, store:
     CheckpointError without a tokenizer, before the model is loaded.
     """
     transformers = modeling.transformers()
-    try:
-        inputs = transformers.AutoTokenizer.from_pretrained(directory)(prompt, return_tensors="pt")
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
-    config = transformers.AutoConfig.from_pretrained(directory)
+    inputs = load_tokenizer(directory)(prompt, return_tensors="pt")
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     model = from_pretrained(auto, directory, store=store, mode="infer", name=name, progress=True).eval()
     given = inputs["input_ids"]

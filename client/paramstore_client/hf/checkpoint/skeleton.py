@@ -11,7 +11,7 @@ from paramstore.core.schema import dtype_name
 from paramstore.errors import CheckpointError
 from paramstore_client.checkpoint_directory import checkpoint_directory
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.compat.refusals import check_config
+from paramstore_client.hf.compat.refusals import check_code, check_config
 from paramstore_client.tensors import DTYPES
 
 
@@ -23,8 +23,11 @@ def skeleton(path: str | os.PathLike[str], *, dtype: str | None = None, mode: st
     """
     directory, transformers = checkpoint_directory(path), modeling.transformers()
     try:
-        config, _ = modeling.load_config(transformers.AutoModelForCausalLM, directory, local_files_only=True)
+        config, _ = modeling.load_config(
+            transformers.AutoModelForCausalLM, directory, local_files_only=True, trust_remote_code=False
+        )  # fmt: skip
     except (OSError, ValueError) as error:
+        check_code(directory / "config.json", error)
         raise CheckpointError(f"{directory} is no checkpoint of transformers: {str(error).splitlines()[0]}") from error
     check_config(config, mode=mode)
     named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -36,6 +39,17 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             raise UnsupportedModel(f"{name}={arguments[name]!r} together with stored experts: {reason}")
     if arguments.get("trust_remote_code"):
         raise UnsupportedModel("trust_remote_code=True: experts are stored for models of transformers itself; leave it out")
+
+
+def check_code(file: Path, error: Exception) -> None:
+    """Raises UnsupportedModel if what transformers refused with `error` was to run the Python that `file`, a JSON of a checkpoint,
+    names."""
+    with suppress(OSError, ValueError):
+        if "trust_remote_code" in str(error) and json.loads(file.read_bytes()).get("auto_map"):
+            raise UnsupportedModel(
+                f"{file}: its auto_map names Python of the checkpoint's own, which is not run; what transformers has itself is "
+                "loaded. Take a copy of the model in transformers' own format"
+            ) from error
 
 
 def check_config(config: Any, *, mode: str = "train") -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
 from paramstore_client.hf.loading.namespaces import LeaseBounds
 from paramstore_client.hf.model.layout import ExpertLayout
+from paramstore_client.host_memory import available_bytes
 from paramstore_client.quantized.packed import is_packed, unpacked
 from paramstore_client.source import HostSource
 
@@ -155,12 +155,6 @@ def free_bytes(device: torch.device) -> int:
     """Bytes of a CUDA device that can be allocated now: what is free there, and what torch keeps for this process unused."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def available_bytes() -> int:
-    """Bytes of host memory that can be had without swapping, as the kernel estimates."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) << 10
 
 
 def make_tier(
