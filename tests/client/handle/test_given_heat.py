@@ -27,7 +27,7 @@ def file(tmp_path: Path) -> Path:
 def test_a_trace_its_file_and_numbers_say_the_same(file: Path) -> None:
     packed = {packed_heat(heat, KEYS, namespace="moe") for heat in (TRACE, file, str(file), {(1, 2): 2, (1, 3): 1})}
     assert len(packed) == 1
-    assert list(unpack_heat(packed.pop(), KEYS)) == [(1, 2), (1, 3)]
+    assert list(unpack_heat(packed.pop(), KEYS).heats) == [(1, 2), (1, 3)]
 
 
 def test_no_heat_is_sent_as_none() -> None:
