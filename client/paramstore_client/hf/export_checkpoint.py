@@ -85,8 +85,7 @@ def export_checkpoint(
     layout = find_layout(model)
     source = _bound(model) if namespace is None else namespace
     check_schema(layout, source)
-    if is_packed(source.schema) and dense is None:
-        raise ConfigError(f"namespace {source.name!r} holds quantized experts: give their checkpoint as dense=, which names them")
+    _check_named(source, dense)
     target = Path(directory)
     if dense is not None:
         _check_apart(target, dense.directory)
@@ -101,9 +100,8 @@ def export_checkpoint(
         everything = weights.everything(names)
         _prepare(target)
         with TemporaryDirectory(prefix="configuration.partial.", dir=target) as fresh:
-            _write_configuration(model, Path(fresh), tokenizer=tokenizer, like=None if dense is None else dense.directory)
-            if is_packed(view.schema) and dense is not None:
-                shutil.copyfile(dense.directory / CONFIG, Path(fresh) / CONFIG)  # a loaded model's says how it was dequantized
+            like = None if dense is None else dense.directory
+            _write_configuration(model, Path(fresh), tokenizer=tokenizer, like=like, is_packed=is_packed(view.schema))
             files = _move_files(Path(fresh), target)
         plan = split(everything, shard_bytes_max=max_shard_bytes)
         shards = _Shards(target, plan.filename_to_tensors, everything)
@@ -123,6 +121,12 @@ def export_checkpoint(
         flush_directory(target)
         seconds = clock.now_s() - started_s
         return Exported(target, view.view_step, len(view.keys()), tuple(sorted(files)), shards.bytes_written, seconds)
+
+
+def _check_named(source: Namespace, dense: Checkpoint | None) -> None:
+    """Raises ConfigError where nobody says how quantized experts are named in a checkpoint."""
+    if is_packed(source.schema) and dense is None:
+        raise ConfigError(f"namespace {source.name!r} holds quantized experts: give their checkpoint as dense=, which names them")
 
 
 def _bound(model: nn.Module) -> Namespace:
@@ -285,13 +289,16 @@ def _prepare(directory: Path) -> None:
     flush_directory(directory)
 
 
-def _write_configuration(model: Any, directory: Path, *, tokenizer: object, like: Path | None) -> None:
+def _write_configuration(model: Any, directory: Path, *, tokenizer: object, like: Path | None, is_packed: bool) -> None:
     """Writes what `save_pretrained` has beside the weights. model: of transformers; its own configuration stays as it is. like: a
-    checkpoint whose generation config is the model's."""
+    checkpoint whose generation config is the model's, and where its experts are packed the configuration too: a loaded model's says
+    how it was dequantized."""
     config = deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(directory)
+    if is_packed and like is not None:
+        shutil.copyfile(like / CONFIG, directory / CONFIG)
     if like is not None and (like / GENERATION_CONFIG).exists():
         shutil.copyfile(like / GENERATION_CONFIG, directory / GENERATION_CONFIG)
     elif model.can_generate():

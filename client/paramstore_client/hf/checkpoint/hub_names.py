@@ -124,7 +124,7 @@ class PackedNames:
         self._source = source
 
     def tensors(self) -> dict[str, Tensor]:
-        """As of `HubNames`."""
+        """All tensors that the experts are in the checkpoint, on meta, by its names."""
         return {
             stored.name: torch.empty(stored.shape, dtype=TORCH_DTYPES[DTYPES[stored.dtype]], device="meta")
             for stored in self._source.stored()
