@@ -28,6 +28,7 @@ from paramstore_testkit.streams.scenario import (
     copy_and_close,
     live_in_tier,
     live_long,
+    live_past_host,
     simulate,
 )
 from paramstore_testkit.streams.world import StreamWorld
@@ -51,7 +52,8 @@ def in_one_run(seed: int) -> list[str]:
 @pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 200), marks=pytest.mark.soak)])
 def test_no_order_of_the_streams_gives_wrong_bytes_or_a_race(seeds: range) -> None:
     for seed in seeds:
-        assert simulate(seed, live_in_tier, can_register=seed % 2 == 0) == Outcome([], []), f"seed {seed}"
+        for live in (live_in_tier, live_past_host):
+            assert simulate(seed, live, can_register=seed % 2 == 0) == Outcome([], []), f"seed {seed}, {live.__name__}"
 
 
 @pytest.mark.parametrize("can_register", [True, False])

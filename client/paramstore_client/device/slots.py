@@ -69,6 +69,8 @@ class DeviceSlots:
         self._copier = copier
         # The zeros above, and whatever used this memory before, are work of the current stream: copies come after them too.
         self._last_use: list[Mark] = [copier.mark_use()] * count
+        self._last_copy: list[Mark] = [REACHED] * count
+        """Copies are in one order among themselves: only what is in no stream has to wait for them."""
 
     @property
     def count(self) -> int:
@@ -91,13 +93,15 @@ class DeviceSlots:
         except BaseException:
             self._table.free(slot)
             raise
+        self._last_copy[slot] = ready
         return DeviceCopy(key, slot, self._table.generation(slot), identity, ready, checked_at)
 
     def place_whole(self, key: ExpertKey, read: Callable[[Tensor], Identity], *, checked_at: int) -> DeviceCopy:
         """Has `read` fill the image of a free slot, of which there must be one, header included; it returns the identity. Waits on
-        the host for the slot's last use, as what reads is in no stream."""
+        the host for the slot's last copy and use, as what reads is in no stream."""
         slot = self._table.take()
         try:
+            self._last_copy[slot].wait_on_host()
             self._last_use[slot].wait_on_host()
             identity = read(self._images[slot])
         except BaseException:

@@ -30,7 +30,7 @@ WAITS = {name for name in vars(Mark) if not name.startswith("_")} | {
 """Methods that wait, or ask: a mark's, and those of torch's streams, events and tensors."""
 OF_THE_HOST = "ticket.host.wait"
 """A method of such a name that waits for no device."""
-HOST_MODULES = {"host_slots", "loads_ahead", "loans", "standing_lease"}
+HOST_MODULES = {"host_slots", "loads_ahead", "loans", "report", "standing_lease"}
 """Modules that know of no device: what they wait for is the daemon."""
 
 Fault = Callable[[], AbstractContextManager[None]]

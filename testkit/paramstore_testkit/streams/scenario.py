@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from paramstore.core.key import ExpertKey
+from paramstore.core.location import Identity
 from paramstore.core.optimizers import AdamW
+from paramstore.core.schema import Part
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.copier import REACHED, CudaCopier
 from paramstore_client.device.device_lease import DeviceLease
@@ -31,16 +33,50 @@ DEVICE = torch.device("cuda", 0)
 ACTS = {"use": 8, "go_through": 4, "hold": 3, "let_go": 3, "prefetch": 4, "update": 2, "ask": 4, "unmap": 2}
 
 
-class TierLife:
-    """Random acts on a tier of a few slots. wrong: what was read, or told, and is not so. lease_slots: drawn where it is None."""
+class PastHost:
+    """Stands for a `RecordSource`: records come in a stream of their own that waits for nobody, as those that kvikio reads do."""
 
-    def __init__(self, seed: int, *, lease_slots: int | None = None) -> None:
+    keys_at_once = 2
+
+    def __init__(self, namespace: MemoryNamespace) -> None:
+        self.part: Part = namespace.schema.part("param")
+        self.reader = self
+        self._namespace = namespace
+
+    def lease(self, keys: Sequence[ExpertKey]) -> PastHost:
+        return self
+
+    def __enter__(self) -> PastHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was leased."""
+
+    def read(self, lease: PastHost, key: ExpertKey, image: Tensor) -> Identity:
+        """Fills the image's fields, and waits on the host until they are there."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        values = self._namespace.values(key)
+        with torch.cuda.stream(stream):
+            for field in lease.part.fields:
+                value = values[field.name].contiguous().flatten().view(torch.uint8)
+                image[field.offset_bytes :][: field.length_bytes].copy_(value)
+        stream.synchronize()
+        return self._namespace.identity(key)
+
+
+class TierLife:
+    """Random acts on a tier of a few slots. wrong: what was read, or told, and is not so. lease_slots: drawn where it is None.
+    is_past_host: whether what a visit lacks comes past the host."""
+
+    def __init__(self, seed: int, *, lease_slots: int | None = None, is_past_host: bool = False) -> None:
         self.wrong: list[str] = []
         self._random = Random(seed)
         self._namespace = MemoryNamespace.of_swiglu(
             layers=2, experts=6, hidden=8, inner=8, lease_slots=lease_slots or self._random.choice(LEASE_SLOTS), seed=1
         )
         self._tier = DeviceTier(self._namespace, SLOTS, device=DEVICE)
+        if is_past_host:
+            self._tier.copies._records = PastHost(self._namespace)  # type: ignore[assignment]  # it stands for one
         self._held: tuple[list[ExpertKey], DeviceLease, list[Tensor]] | None = None
         self._read: list[tuple[str, Tensor, Tensor]] = []
         """Of each kernel: the act, what it read, and what it had to."""
@@ -131,9 +167,15 @@ def live_in_tier(seed: int) -> list[str]:
     return TierLife(seed).live()
 
 
+def live_past_host(seed: int) -> list[str]:
+    """Lives the life of a tier whose records come past the host. Returns what went wrong."""
+    return TierLife(seed, is_past_host=True).live()
+
+
 def live_long(seed: int) -> list[str]:
-    """Lives a long life with each number of lease slots. Returns what went wrong."""
-    return [wrong for count in LEASE_SLOTS for wrong in TierLife(seed, lease_slots=count).live(2 * STEPS)]
+    """Lives a long life with each number of lease slots, and one past the host. Returns what went wrong."""
+    lives = [TierLife(seed, lease_slots=count) for count in LEASE_SLOTS] + [TierLife(seed, is_past_host=True)]
+    return [wrong for life in lives for wrong in life.live(2 * STEPS)]
 
 
 def copy_and_close(seed: int) -> list[str]:
@@ -153,7 +195,7 @@ def copy_and_close(seed: int) -> list[str]:
 
 
 Scenario = Callable[[int], list[str]]
-SCENARIOS: tuple[Scenario, ...] = (live_in_tier, copy_and_close)
+SCENARIOS: tuple[Scenario, ...] = (live_in_tier, live_past_host, copy_and_close)
 
 
 @dataclass(frozen=True, slots=True)
