@@ -43,11 +43,11 @@ from paramstore.engine.steps.history import History
 from paramstore.engine.steps.proof import Prover
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.store import Store
-from paramstore.engine.tables.device_sums import DeviceSums
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
 from paramstore.engine.transfers.arithmetic import load
 from paramstore.engine.transfers.buffers import Buffers
+from paramstore.engine.transfers.device_sums import DeviceSums
 from paramstore.engine.transfers.hashing import Hashing
 from paramstore.engine.transfers.log import TransferLog
 from paramstore.engine.transfers.runner import BACKGROUND_LANE, CATALOG_LANE, CPU_LANE, Runner, volume_lane

@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
-from paramstore.engine.tables.device_sums import DeviceSums
+from paramstore.engine.transfers.device_sums import DeviceSums
 from paramstore.errors import CapacityError, CorruptRecord
 from paramstore.storage.format.device_sums import RUN_RECORDS, SUMS_BYTES_MAX, pack_device_sums, unpack_device_sums
 from paramstore.upkeep.hint_file import HintFile, Threads

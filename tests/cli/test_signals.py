@@ -32,6 +32,7 @@ FIRST_LINE = b" paramstore.cli\n"
 END_S = 60.0
 SLOW_S, QUICK_S = 4.0, 0.4
 """The moments lie between the first line and this: commands that import torch, and those that do not."""
+TRACE = str(Path(__file__).parents[2] / "bench" / "traces" / "decode-1.trace")
 
 
 def names_of(commands: typer.Typer, *before: str) -> Iterator[str]:
@@ -56,10 +57,16 @@ COMMANDS = {
     "demo": (("--quick", "--dir", "{new}"), SLOW_S),
     "run": (("{checkpoint}", "hello", "--dir", "{new}/s"), SLOW_S),
     "serve-model": (("{checkpoint}", "--port", "0", "--dir", "{new}/s"), SLOW_S),
+    "trace record": (("{checkpoint}", "{new}/t.trace", "--socket", "{store}"), SLOW_S),
+    "trace replay": ((TRACE,), SLOW_S),
+    "trace plot": ((TRACE, "--out", "{new}/p.png"), SLOW_S),
     "bench tiers": (("--quick", "--dir", "{new}"), SLOW_S),
 }
 """Arguments with which each does what it is for, and when it is told to end."""
-ENDS_WITH = {"serve": 0, "status": 0, "stop": 3, "fsck": 2, "plan": 0, "import": 1, "export": 1, "run": 1, "serve-model": 1}
+ENDS_WITH = {
+    "serve": 0, "status": 0, "stop": 3, "fsck": 2, "plan": 0, "import": 1, "export": 1, "run": 1, "serve-model": 1,
+    "trace record": 1,
+}  # fmt: skip
 """How those end that are over so soon: a signal that comes while the process is being taken down is nobody's. `serve` ends so
 by one."""
 TALKATIVE = {*ENDS_WITH, "demo"}

@@ -28,6 +28,7 @@ OTHERS_CALLED = {
     "collective": "its rules are pure and stay with the table that they change; `Gathering`, which has it, asks it alone",
     "gathering": "`Gathering`, whose calls are named as those of its `Collective`", "_gatherings": "gatherings by their group",
     "_ranks": "`Ranks`", "log": "`TransferLog`", "_note_slots": "`NoteSlots`", "StoreLock": "a lock file", "thread": "a thread",
+    "_extents": "`Extents`",
 }  # fmt: skip
 """Names of values whose methods may be called that are called as methods of tables that write, and why."""
 CHANGING = frozenset({

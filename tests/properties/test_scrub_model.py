@@ -110,7 +110,7 @@ class Work(Trial):
             await self.store.reading.read(self.view, key, target)
             fields = [bytes(target[field.offset_bytes :][: field.length_bytes]) for field in SCHEMA.stored.fields]
             images.append((key, self.view.namespace.residency.working[key].identity, fields))
-        return [self.view.namespace.steps.ledger.steps(), images, space.held_bytes("moe"), space.free_bytes, dict(space._pins)]
+        return [self.view.namespace.steps.ledger.steps(), images, space.held_bytes("moe"), space.free_bytes, dict(space.pins._pins)]
 
 
 async def worked(seed: int, *, is_scrubbed: bool, acts: int) -> tuple[list[object], Work]:
@@ -158,7 +158,7 @@ def check_crash(seed: int, acts: int) -> None:
             work.step = max(work.step, work.view.namespace.steps.committed_step or 0)
             work.scrub_on()
         await work.scrub_off()
-        assert not work.store.transfers._planner.space._pins
+        assert not work.store.transfers._planner.space.pins
 
     with telling(work.story):
         run(scenario())

@@ -131,7 +131,7 @@ def test_it_has_the_lowest_class_and_pins_nothing_between_records() -> None:
         seen: list[Any] = []
 
         async def look() -> None:
-            assert not store.transfers._planner.space._pins
+            assert not store.transfers._planner.space.pins
             assert store.transfers.runner.is_idle
 
         patrolled.meanwhile = look

@@ -203,7 +203,7 @@ def test_a_read_error_is_a_finding_and_the_scrub_goes_on(fault: Fault, experts: 
         assert result["bytes_read"] == result["bytes_total"] == (EXPERTS - len(experts)) * RECORD_BYTES
         assert view.namespace.writing.broken is None
         assert store.transfers.traffic[0].failures == len(experts)
-        assert not store.transfers._planner.space._pins
+        assert not store.transfers._planner.space.pins
 
     run(scenario())
 

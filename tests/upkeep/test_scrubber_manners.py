@@ -176,18 +176,18 @@ def test_an_extent_is_pinned_while_it_is_read_and_free_to_go_between_its_pieces(
         await create(store, schema=LARGE, experts=2)
         space, clock, pins = store.transfers._planner.space, ManualClock(), []
         volume = WatchedVolume(machine.disks[0])
-        volume.read = lambda *call: (pins.append(len(space._pins)), machine.disks[0].read(*call))  # type: ignore[method-assign]
+        volume.read = lambda *call: (pins.append(len(space.pins)), machine.disks[0].read(*call))  # type: ignore[method-assign]
         machine.volumes = {0: volume}  # type: ignore[dict-item]
 
         async def pause(seconds: float) -> None:
-            assert not space._pins
+            assert not space.pins
             clock.advance(seconds)
 
         scrubber = on_manual_clock(machine, pause, clock)
         await scrubber.wait(scrubber.start(None, None, 1 << 20))
         assert pins
         assert set(pins) == {1}
-        assert not space._pins
+        assert not space.pins
 
     run(scenario())
 
@@ -230,7 +230,7 @@ def test_room_that_a_read_kept_reaches_who_waits_for_it(monkeypatch: pytest.Monk
         working, space = view.namespace.residency.working[KEY], store.transfers._planner.space
         assert working.uncommitted is not None
         scrub = machine.service.scrubber.start("moe", [KEY], None)
-        while working.uncommitted.extent not in space._pins:
+        while working.uncommitted.extent not in space.pins:
             await asyncio.sleep(0)
         free_bytes, free_when_pumped = space.free_bytes, []
         monkeypatch.setattr(store.transfers._planner, "go_on", lambda _: free_when_pumped.append(space.free_bytes))
@@ -286,13 +286,13 @@ def test_a_hanging_device_delays_no_cancel_and_the_next_scrub_waits_for_it() -> 
         machine.service.scrubber.cancel(scrub, TicketCancelled("enough"))
         with pytest.raises(TicketCancelled):
             await machine.service.scrubber.wait(scrub)
-        assert len(store.transfers._planner.space._pins) == 1
+        assert len(store.transfers._planner.space.pins) == 1
         second = machine.service.scrubber.start(None, None, None)
         await turns()
         assert machine.workers.waiting == 1
         machine.workers.resume()
         assert (await machine.service.scrubber.wait(second))["records"] == EXPERTS
-        assert not store.transfers._planner.space._pins
+        assert not store.transfers._planner.space.pins
 
     run(scenario())
 
@@ -309,11 +309,11 @@ def test_a_piece_that_no_worker_has_begun_is_given_up() -> None:
         await turns()
         scrub = machine.service.scrubber.start(None, None, None)
         await turns()
-        assert len(store.transfers._planner.space._pins) == 1
+        assert len(store.transfers._planner.space.pins) == 1
         machine.service.scrubber.cancel(scrub, TicketCancelled("enough"))
         with pytest.raises(TicketCancelled):
             await machine.service.scrubber.wait(scrub)
-        assert not store.transfers._planner.space._pins
+        assert not store.transfers._planner.space.pins
         assert machine.workers.waiting == 2
         machine.workers.resume()
         await asyncio.gather(*busy)

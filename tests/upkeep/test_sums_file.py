@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paramstore.core.location import Extent, Identity, Located
-from paramstore.engine.tables.device_sums import DeviceSums
+from paramstore.engine.transfers.device_sums import DeviceSums
 from paramstore.errors import CorruptRecord
 from paramstore.storage.format.device_sums import RUN_RECORDS, unpack_device_sums
 from paramstore.upkeep.sums_file import INTERVAL_S, SumsFile, sums_path

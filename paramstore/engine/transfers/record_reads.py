@@ -12,9 +12,9 @@ from typing import Any
 from paramstore.core.checksums import pack_sums
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent, Located
-from paramstore.engine.tables.device_sums import DeviceSums
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import Urgency
+from paramstore.engine.transfers.device_sums import DeviceSums
 from paramstore.engine.transfers.hashing import Hashing
 from paramstore.engine.transfers.routes import ImageRead, Piece, PieceRead, check_pieces, cut_pieces, read_piece
 from paramstore.engine.transfers.runner import volume_lane

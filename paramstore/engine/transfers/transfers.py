@@ -17,13 +17,13 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.location import Located
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.tables.copies import ParamCopy, WorkingCopy
-from paramstore.engine.tables.device_sums import DeviceSums
 from paramstore.engine.tables.moves import Move, MoveKind
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import PrefetchRequest, Urgency
 from paramstore.engine.transfers.advance import Advancer
 from paramstore.engine.transfers.arithmetic import materialise
 from paramstore.engine.transfers.buffers import Buffers
+from paramstore.engine.transfers.device_sums import DeviceSums
 from paramstore.engine.transfers.hashing import Hashing
 from paramstore.engine.transfers.log import TransferLog, bytes_of
 from paramstore.engine.transfers.record_reads import RecordReads, read_transfer

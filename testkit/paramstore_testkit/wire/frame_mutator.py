@@ -53,9 +53,7 @@ class FrameMaker:
         if origin in (types.UnionType, typing.Union):
             return self._value(random.choice(arguments), depth)
         if origin is typing.Annotated:
-            value = self._value(arguments[0], depth)
-            least = next((meta.ge for meta in arguments[1:] if meta.ge is not None), None)
-            return value if least is None or value >= least else least
+            return self._limited(arguments[0], arguments[1:], depth)
         if origin is list:
             return [self._value(arguments[0], depth + 1) for _ in range(random.randrange(LIST_MAX))]
         if origin is tuple and arguments[-1] is Ellipsis:
@@ -70,6 +68,15 @@ class FrameMaker:
                 choices += [list[Any], dict[str, Any]]
             return self._value(random.choice(choices), depth)
         return self._plain(kind)
+
+    def _limited(self, kind: Any, limits: Iterable[msgspec.Meta], depth: int) -> Any:
+        """A value that is not less than `limits` say, nor shorter."""
+        value = self._value(kind, depth)
+        for limit in limits:
+            while limit.min_length is not None and len(value) < limit.min_length:
+                value = self._value(kind, depth)
+            value = value if limit.ge is None or value >= limit.ge else limit.ge  # NaN is not
+        return value
 
     def _plain(self, kind: Any) -> Any:
         random = self._random

@@ -7,8 +7,8 @@ import pytest
 from paramstore.core.key import KeySpace
 from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.schema import Schema
-from paramstore.engine.tables.device_sums import DeviceSums
 from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.transfers.device_sums import DeviceSums
 from paramstore.storage.catalog.base import NamespaceContents, NamespaceRow
 from paramstore.storage.catalog.ledger import Ledger
 
