@@ -93,7 +93,7 @@ def serve_model(
 ) -> None:
     """Serve a model as OpenAI does, by transformers' own server. Prints `ready http://...` when requests can come."""
     from paramstore.run.home import home_of
-    from paramstore.run.server import check_packages, listen, serve
+    from paramstore.run.server import ModelServer, check_packages, listen
 
     check_packages()
     _check_words(expert_memory=expert_memory, dtype=dtype, host_budget=host_budget)
@@ -104,14 +104,17 @@ def serve_model(
     end_as_interrupt()
     settings = RunSettings(expert_memory=_memory(expert_memory), dtype=dtype, host_budget=host_budget, keeps=keep)
 
-    def use(opened: RunModel) -> None:
+    def ready() -> None:
         place = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"ready http://{place}:{listener.getsockname()[1]}/v1\n")
         sys.stdout.flush()
-        serve(opened, listener, name=model, tell=_tell)
+
+    def use(opened: RunModel) -> None:
+        server.serve(opened, listener, ready=ready, tell=_tell)
         _tell("stopped")
 
     with listener, _telling_of_interrupts():
+        server = ModelServer(model)
         use_model(home, settings, _tell, use)
 
 

@@ -6,7 +6,7 @@ import importlib
 import socket
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paramstore.errors import ConfigError
 
@@ -17,6 +17,8 @@ PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
 """Packages that the extra `serve` has, as transformers' server needs them."""
 SHUTDOWN_S = 5
 """Seconds that answers under way have to end once the server is told to; then their connections are closed."""
+REQUESTS_MAX = 64
+"""Requests that are answered or wait for their turn at one time: answers are computed one after the other."""
 BACKLOG = 128
 """Connections that wait to be accepted."""
 
@@ -37,16 +39,32 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host {host} --port {port}: {error}: give another") from error
 
 
-def serve(opened: RunModel, listener: socket.socket, *, name: str, tell: Callable[[str], object]) -> None:
-    """Answers requests for the model `name` at `listener` until the process is told to end; then that signal is raised again.
+class ModelServer:
+    """transformers' server, for the model `name`; made before the model is there, so that what it lacks is told first.
 
     Raises ConfigError where the installed transformers has no such server.
     """
-    from paramstore_client.hf.compat.serving import openai_server
 
-    if not getattr(opened.tokenizer, "chat_template", None):
-        tell("the model has no chat template: /v1/completions alone answers")
-    uvicorn = importlib.import_module("uvicorn")
-    app = openai_server(opened.model, opened.tokenizer, name=name)
-    config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=SHUTDOWN_S)
-    uvicorn.Server(config).run(sockets=[listener])
+    def __init__(self, name: str) -> None:
+        from paramstore_client.hf.compat.serving import openai_server
+
+        self._opened: RunModel | None = None
+        self._app = openai_server(self._model, name=name)
+
+    def serve(
+        self, opened: RunModel, listener: socket.socket, *, ready: Callable[[], object], tell: Callable[[str], object]
+    ) -> None:
+        """Answers requests at `listener` until the process is told to end; then that signal is raised again. Above REQUESTS_MAX at
+        a time, requests are refused with 503. ready: called when requests can come. tell: is given lines for people."""
+        self._opened = opened
+        if not getattr(opened.tokenizer, "chat_template", None):
+            tell("the model has no chat template: /v1/completions alone answers")
+        uvicorn = importlib.import_module("uvicorn")
+        config = uvicorn.Config(
+            self._app, log_level="warning", ws="none", limit_concurrency=REQUESTS_MAX, timeout_graceful_shutdown=SHUTDOWN_S
+        )
+        ready()
+        uvicorn.Server(config).run(sockets=[listener])
+
+    def _model(self) -> tuple[Any, Any]:
+        return (None, None) if self._opened is None else (self._opened.model, self._opened.tokenizer)

@@ -359,9 +359,9 @@ def test_a_model_is_served_until_an_interrupt_and_what_is_in_the_way_is_told_bef
     checkpoint: Path, cache: Path, paramstore: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
-    serve = server.serve
+    serve = server.ModelServer.serve
 
-    def serve_and_ask(opened: Any, listener: socket.socket, **named: Any) -> None:
+    def serve_and_ask(self: server.ModelServer, opened: Any, listener: socket.socket, **named: Any) -> None:
         def ask() -> None:
             try:
                 body = json.dumps({"prompt": "hello", "max_tokens": 6, "temperature": 0}).encode()
@@ -374,14 +374,19 @@ def test_a_model_is_served_until_an_interrupt_and_what_is_in_the_way_is_told_bef
 
         thread = threading.Thread(target=ask)
         thread.start()
-        serve(opened, listener, **named)
+        serve(self, opened, listener, **named)
         thread.join(60)
 
     with monkeypatch.context() as patch:
         patch.setattr(server, "find_spec", lambda name: None)
         assert paramstore("serve-model", str(checkpoint)) == 2
     assert "fastapi, uvicorn, openai, pydantic: pip install 'paramstore[serve]'" in capsys.readouterr().err
-    monkeypatch.setattr(server, "serve", serve_and_ask)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers.cli.serving.server", None)
+        assert paramstore("serve-model", str(checkpoint), "--port", "0", "--host-budget", "64MiB") == 2
+    assert "has no server that this version of paramstore knows" in capsys.readouterr().err
+    assert not store_of(checkpoint).exists(), "it was told after the import"
+    monkeypatch.setattr(server.ModelServer, "serve", serve_and_ask)
     assert paramstore("serve-model", str(checkpoint), "--port", "0", "--host-budget", "64MiB") == 130
     said = capsys.readouterr()
     assert re.fullmatch(r"ready http://127\.0\.0\.1:\d+/v1\n", said.out)

@@ -59,8 +59,10 @@ def ask(opened: RunModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
     monkeypatch.setattr(uvicorn, "Server", Noted)
     listener = server.listen("127.0.0.1", 0)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    thread = threading.Thread(target=server.serve, args=(opened, listener), kwargs={"name": "m", "tell": print}, daemon=True)
+    serve, is_ready = server.ModelServer("m").serve, threading.Event()
+    thread = threading.Thread(target=serve, args=(opened, listener), kwargs={"ready": is_ready.set, "tell": print}, daemon=True)
     thread.start()
+    assert is_ready.wait(LIMIT_S)
 
     def asked(path: str, **body: Any) -> Any:
         data = json.dumps({"model": "m", "max_tokens": TOKENS, "temperature": 0, **body}).encode()

@@ -3,7 +3,7 @@
 | name | status | seen the same in |
 |---|---|---|
 | `ModelManager(force_model=)`: each request is for that one model, another name is refused | internal | 5.24 |
-| `ModelManager.load_model_and_processor(...)` -> (model, tokenizer), asked at each request | internal | 5.24 |
+| `ModelManager.load_model_and_processor(...)` -> (model, tokenizer), asked once in vain, and at each request | internal | 5.24 |
 | `build_server(manager, handlers..., generation_state=)` -> a FastAPI application | internal | 5.24 |
 | `GenerationState.get_manager(name)`: one thread computes all answers of a name, one after the other | internal | 5.24 |
 """
@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from paramstore.errors import ConfigError
@@ -24,9 +25,10 @@ HANDLERS = {
 """Arguments of `build_server`, each with the module and class of what answers those requests."""
 
 
-def openai_server(model: Any, tokenizer: Any, *, name: str) -> Any:
-    """An ASGI application that answers for `model` under `name`: /v1/chat/completions, /v1/completions, /v1/responses, streamed or
-    not, /v1/models and /health. Answers are computed one after the other, by one thread.
+def openai_server(find: Callable[[], tuple[Any, Any]], *, name: str) -> Any:
+    """An ASGI application that answers for a model under `name`: /v1/chat/completions, /v1/completions, /v1/responses, streamed or
+    not, /v1/models and /health. Answers are computed one after the other, by one thread. find: gives the model and its tokenizer
+    as each request comes; what it gives while the application is made is not used.
 
     Raises ConfigError where transformers has no such server, or another one than is known.
     """
@@ -41,7 +43,7 @@ def openai_server(model: Any, tokenizer: Any, *, name: str) -> Any:
             """Has the model that it was given, and loads none."""
 
             def load_model_and_processor(self, *names: Any, **options: Any) -> tuple[Any, Any]:
-                return model, tokenizer
+                return find()
 
         state, manager = utils.GenerationState(continuous_batching=False), OneModel(force_model=name)
         handlers = {argument: getattr(found[part], kind)(manager, state) for argument, (part, kind) in HANDLERS.items()}
