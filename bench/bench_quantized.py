@@ -17,7 +17,7 @@ from paramstore_bench.decode.quantized import measure_quantized
 from paramstore_bench.frame import Script, wait_policy
 
 SCRIPT = Script("quantized", __doc__, quick="a small model: a check, not figures to quote")
-ROUNDS, QUICK_ROUNDS = 9, 2
+ROUNDS, QUICK_ROUNDS = 7, 2
 BLOCKS = replace(QUICK, hidden=512)
 """The smallest whose matrices are whole blocks of 128 x 128."""
 

@@ -119,7 +119,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounded down; none of fewer than 8."""
     extent_leases: int = 0
     """Extents that readers of inference namespaces may have leased at once, to read records from the volumes themselves. 0: none,
-    since the descriptor that they get shows every byte of its volume. Superseded records that are leased keep their space."""
+    since the descriptor that they get shows every byte of its volume."""
     io_workers: int = 8
     """Threads that read and write, per volume: 2 fill a disk, the others verify meanwhile; more cost staging memory."""
     update_workers: int = 0

@@ -281,9 +281,9 @@ def close_when_dropped(reader: Namespace) -> None:
         leases.at_end.atexit = False
 
 
-def acquire_extents(reader: Namespace, keys: Iterable[ExpertKey]) -> ExtentLease:
-    """A lease on the places of `keys` on the volumes, for who reads whole records from there and proves them. Records that are
-    superseded meanwhile stay. Raises VersionMismatch from a daemon before protocol 1.10, LeaseError where it leases none,
+def acquire_extents(reader: Namespace, keys: Iterable[ExpertKey], *, timeout_s: float | None = None) -> ExtentLease:
+    """A lease on the places of `keys` on the volumes, for who reads whole records from there and proves them. timeout_s: None for
+    the connection's. Raises WaitTimeout, VersionMismatch from a daemon before protocol 1.10, LeaseError where it leases none,
     SchemaMismatch in a namespace that is trained, ConfigError for no key, CapacityError, UnknownKey, StepDropped, CorruptRecord."""
     connection, wanted = reader._connection, plain_keys(keys)
     connection.check_minor(messages.EXTENTS_MINOR, "acquire_extents")
@@ -295,7 +295,7 @@ def acquire_extents(reader: Namespace, keys: Iterable[ExpertKey]) -> ExtentLease
         ExtentLease, connection, namespace=reader.name, part=reader.schema.stored, keys=wanted, all_held=reader._leases
     )
     message = messages.AcquireExtents(reader._next_id(), reader._handle, wanted)
-    return reader._send(message, "acquire_extents", grant, is_cancellable=False).wait()
+    return reader._send(message, "acquire_extents", grant, is_cancellable=False).wait(timeout_s)
 
 
 def _close_dropped(connection: Connection, handle: int, name: str) -> None:

@@ -16,8 +16,10 @@ from paramstore.core.trace import TOKENS_MAX, Trace, TraceEvent, TraceEventKind,
 from paramstore.errors import CapacityError
 from paramstore_client.source import AheadTicket, ArrivingLease, ExpertSource, WeightLease
 
-EVENTS_MAX = 4 << 20
-"""Most events of one recorder; each takes some hundred bytes of memory."""
+LOG_BYTES_MAX = 1 << 30
+"""Most memory of one recorder's events, by EVENT_BYTES and so on: a file of them can be read again."""
+EVENT_BYTES, EXPERT_BYTES = 150, 50
+"""What an event takes at most in memory, and each expert that it names, with its count."""
 
 COUNTS = "a number of tokens for each expert of the layer"
 
@@ -31,17 +33,18 @@ class TrainedSource(ExpertSource, Protocol):
 
 
 class TraceLog:
-    """Owner of the events of a trace that is being recorded: at most EVENTS_MAX."""
+    """Owner of the events of a trace that is being recorded, in LOG_BYTES_MAX of memory."""
 
     def __init__(self, schema: Schema, layers: Sequence[int], experts: int) -> None:
         self.schema = schema
         self.layers = layers
         self.experts = experts
         self._events: list[TraceEvent] = []
+        self._bytes = 0
 
     @property
     def is_full(self) -> bool:
-        return len(self._events) >= EVENTS_MAX
+        return self._bytes >= LOG_BYTES_MAX
 
     def trace(self, name: str, *, how: str) -> Trace:
         """The trace of the calls so far. how: what ran, in words."""
@@ -53,7 +56,12 @@ class TraceLog:
         file.write_bytes(self.trace(name, how=how).pack())
 
     def _mark(self, kind: TraceEventKind) -> None:
-        self._events.append(TraceEvent(kind, self.layers[0], ()))
+        self._add([TraceEvent(kind, self.layers[0], ())])
+
+    def _add(self, events: Iterable[TraceEvent]) -> None:
+        for event in events:
+            self._events.append(event)
+            self._bytes += EVENT_BYTES + EXPERT_BYTES * len(event.experts) + self.experts // 8  # the bitmap in its file
 
 
 class TraceRecorder(TraceLog):
@@ -120,7 +128,7 @@ class TraceRecorder(TraceLog):
 
     def _keep(self, kind: TraceEventKind, keys: Iterable[ExpertKey]) -> None:
         self._check_room()
-        self._events.extend(split_by_layer(kind, keys))
+        self._add(split_by_layer(kind, keys))
 
     def _counted(self, event: TraceEvent, tokens: Mapping[int, Sequence[int]]) -> TraceEvent:
         if event.kind is not TraceEventKind.ACQUIRE:
@@ -134,4 +142,4 @@ class TraceRecorder(TraceLog):
 
     def _check_room(self) -> None:
         if self.is_full:
-            raise CapacityError(f"a trace holds {EVENTS_MAX} events: save it, and begin another recorder")
+            raise CapacityError(f"a trace holds no more than these {len(self._events)} events: save it, and begin another recorder")

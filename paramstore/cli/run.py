@@ -26,6 +26,7 @@ BUDGET_HELP = "Host memory of the daemon that is started, as 64GiB; default PARA
 DTYPE_HELP = "float32, bfloat16 or float16; default the checkpoint's."
 KEEP_HELP = "Leave the daemon that was started running: the next run finds experts in its memory."
 PROMPT_SIGN = ">>> "
+SEED_MAX = (1 << 64) - 1
 PIPE_WAIT_S = 2.0
 """Seconds in which something has to come on a standard input that is given beside PROMPT."""
 
@@ -35,7 +36,7 @@ def run(
     prompt: str = typer.Argument(None, help=PROMPT_HELP),
     tokens: int = typer.Option(None, "--tokens", min=1, help="Most new tokens of an answer; default the checkpoint's, else 1024."),
     temperature: float = typer.Option(None, "--temperature", min=0.0, help="0: the likeliest token; default the checkpoint's way."),
-    seed: int = typer.Option(None, "--seed", min=0, help="Of tokens that are drawn; default another one each time."),
+    seed: int = typer.Option(None, "--seed", min=0, max=SEED_MAX, help="Of tokens that are drawn; default another one each time."),
     raw: bool = typer.Option(False, "--raw", help="Give the prompt to the model as it is, without its chat template."),
     follow: bool = typer.Option(False, "--follow", help="Move to the newest committed step before each answer."),
     expert_memory: str = typer.Option(None, "--expert-memory", help=MEMORY_HELP),
@@ -46,9 +47,12 @@ def run(
     keep: bool = typer.Option(False, "--keep", help=KEEP_HELP),
 ) -> None:
     """Answer a prompt with a mixture-of-experts model that need not fit into memory; without a prompt, chat."""
+    from paramstore.core.arguments import number
     from paramstore.run.home import home_of
 
     _check_words(expert_memory=expert_memory, dtype=dtype, host_budget=host_budget)
+    if temperature is not None:
+        number("--temperature", temperature, least=0.0, expected="a finite number from 0 on")
     home = home_of(model, directory=directory, namespace=namespace, dtype=dtype)  # told before the imports that take seconds
     asked = _asked(prompt)
     import torch
@@ -93,12 +97,12 @@ def serve_model(
 ) -> None:
     """Serve a model as OpenAI does, by transformers' own server. Prints `ready http://...` when requests can come."""
     from paramstore.run.home import home_of
-    from paramstore.run.server import ModelServer, check_packages, listen
+    from paramstore.run.server import ModelServer, bind, check_packages
 
     check_packages()
     _check_words(expert_memory=expert_memory, dtype=dtype, host_budget=host_budget)
     home = home_of(model, directory=directory, namespace=namespace, dtype=dtype)
-    listener = listen(host, port)
+    listener = bind(host, port)
     from paramstore.run.model import RunModel, RunSettings, use_model
 
     end_as_interrupt()

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -83,7 +84,8 @@ def _print(stats: dict[str, Any]) -> None:
         line = f"catalog in {disk['dir']}: {format_size(disk['free_bytes'])} free on its file system"
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     _show(console, _namespaces(stats))
-    for line in (*namespace_lines(stats["namespaces"]), *verify_lines(stats.get("verify")), *patrol_lines(stats.get("patrol"))):
+    lines = namespace_lines(stats["namespaces"]), verify_lines(stats.get("verify")), patrol_lines(stats.get("patrol"))
+    for line in chain(extent_lines(stats.get("extents")), *lines):
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
@@ -100,6 +102,14 @@ def _show(console: Console, table: Table) -> None:
         console.print(Text(f"{table.columns[0].header} {first}"))
         named = zip(table.columns[1:], others, strict=True)
         console.print(Padding(Text(", ".join(f"{column.header} {cell}" for column, cell in named if cell)), (0, 0, 0, 2)))
+
+
+def extent_lines(extents: dict[str, Any] | None) -> Iterator[str]:
+    """Lines about leased extents, where the daemon leases any, and how clients that are there have found them to be read."""
+    if extents and extents["leases_max"]:
+        yield f"extents: {extents['leased']} of {extents['leases_max']} are leased"
+        for volume, words in extents["modes"].items():
+            yield f"extents of volume {volume} are read so, as clients have proven: {', '.join(words)}"
 
 
 def namespace_lines(namespaces: dict[str, Any]) -> Iterator[str]:

@@ -85,9 +85,13 @@ def replay(
     as_json: bool = typer.Option(False, "--json", help="Everything that was counted, as JSON."),
 ) -> None:
     """Print the miss rate of every policy at several sizes, beside Belady's optimum."""
+    from paramstore.sim.picture import check_steps
+
     end_as_interrupt()
     recorded, place = read_trace(file, place=place, uses=uses)
     cost = cost_of(recorded, load_rate, compute_ms)
+    if cost is not None:
+        check_steps(recorded)
     points = replayed(recorded, slots=slots, shares=shares, policies=policy, place=place)
     if as_json:
         sys.stdout.write(json.dumps(_report(recorded, points, cost), indent=1) + "\n")
@@ -215,7 +219,7 @@ def _report(trace: Trace, points: Sequence[Point], cost: Cost | None) -> dict[st
     rows = [asdict(point) | {"miss_rate": point.miss_rate} for point in points]
     if cost is not None:
         for row, point in zip(rows, points, strict=True):
-            row["step_s"] = cost.step_s(point, max(1, trace.steps))
+            row["step_s"] = cost.step_s(point, trace.steps)
     return {"trace": _about(trace), "cost": None if cost is None else asdict(cost), "points": rows}
 
 
@@ -230,7 +234,7 @@ def _print(trace: Trace, points: Sequence[Point], cost: Cost | None) -> None:
     _print_table(points, f"miss rate, {where}", lambda point: f"{point.miss_rate:.3f}")
     if cost is not None:
         title = f"ms of a step, modelled from counts: bytes moved at {cost.source}"
-        _print_table(points, title, lambda point: f"{cost.step_s(point, max(1, trace.steps)) * 1e3:.3g}")
+        _print_table(points, title, lambda point: f"{cost.step_s(point, trace.steps) * 1e3:.3g}")
 
 
 def _print_table(points: Sequence[Point], title: str, cell: Callable[[Point], str]) -> None:

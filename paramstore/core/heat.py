@@ -133,7 +133,8 @@ def pack_heat(heat: Mapping[ExpertKey, float], keys: KeySpace, *, namespace: str
     hottest = max(plain.values(), default=0.0)
     if not hottest:
         return b""
-    return _little(array("I", [round(plain.get(key, 0.0) / hottest * HOTTEST) for key in keys])).tobytes()
+    packed = (plain.get(key, 0.0) / hottest * HOTTEST for key in keys)
+    return _little(array("I", [max(1, round(heat)) if heat else 0 for heat in packed])).tobytes()  # 0 is said of unused ones alone
 
 
 def unpack_heat(packed: bytes, keys: KeySpace) -> GivenHeat:

@@ -280,9 +280,9 @@ async def _serve_until(stop: asyncio.Event, service: Service, config: Config) ->
         await stop.wait()
         logger.info("stopping")
     finally:
-        server.close()
         with contextlib.suppress(OSError):
-            config.socket_path.unlink()
+            config.socket_path.unlink()  # first: whoever is cut off and looks again finds no daemon
+        server.close()
 
 
 def run(config: Config) -> None:

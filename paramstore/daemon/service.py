@@ -28,7 +28,10 @@ class Service:
 
     async def stats(self) -> dict[str, object]:
         """Counters and sizes of everything, as `status` and the demo show them."""
-        return {**await self.store.stats(), "verify": self.scrubber.stats(), "patrol": self.patrol.stats()}
+        return {
+            **await self.store.stats(), "extents": self.extents.stats(), "verify": self.scrubber.stats(),
+            "patrol": self.patrol.stats(),
+        }  # fmt: skip
 
     async def close(self) -> None:
         """Stops applies, ends the upkeep, and closes the store. See `Store.close`."""

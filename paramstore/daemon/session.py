@@ -109,7 +109,7 @@ class Session:
             self._acquire(request)
         elif isinstance(request, m.Release):
             self._leases.release(request.leases)
-        elif isinstance(request, m.Cancel | m.Unmapped | m.DeviceReport | m.GiveBack):
+        elif isinstance(request, m.Cancel | m.Unmapped | m.DeviceReport | m.ExtentModes | m.GiveBack):
             self._one_way(request)
         else:
             self._answer(request)
@@ -272,6 +272,8 @@ class Session:
                 self.loans.take_back(self._views.get(request.handle), request.kept)
             elif isinstance(request, m.DeviceReport):
                 self._store.report_device(self._requests.view(request), request.resident, request.touched, request.bytes_resident)
+            elif isinstance(request, m.ExtentModes):
+                self._leases.extents.note_modes(self._requests.view(request), dict(request.modes))
         except ParamStoreError:
             logger.warning("pid %d: one-way message ignored", self.pid, exc_info=True)
 

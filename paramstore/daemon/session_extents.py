@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from paramstore.daemon.channel import Channel
 from paramstore.daemon.handlers import Sent
 from paramstore.engine.records.extents import ExtentLease, Extents
 from paramstore.engine.tables.namespace import View
+from paramstore.errors import StoreUnavailable
 from paramstore.wire import messages as m
 
 
@@ -21,6 +22,7 @@ class SessionExtents:
         self._granted: dict[int, ExtentLease] = {}
         self._descriptors: dict[int, int] = {}
         """Those that were sent, by volume; they stay open as they may wait to be."""
+        self._is_closed = False
 
     def holds(self, view: View) -> bool:
         """Whether an extent is leased for `view`."""
@@ -31,11 +33,13 @@ class SessionExtents:
 
     async def acquire(self, view: View, r: m.AcquireExtents) -> Sent:
         """Leases the extents and tells the client of them; descriptors of volumes that are new to it go along. Raises as `Extents`,
-        and LeaseError if the handle was closed meanwhile; nothing is leased then."""
+        LeaseError if the handle was closed meanwhile, StoreUnavailable if the session ended; nothing is leased then."""
         lease = self._extents.begin(view, r.keys)
         try:
             await self._extents.grant(lease, r.keys)
             view.check_open()
+            if self._is_closed:
+                raise StoreUnavailable("the session ended")  # nobody would close the descriptors
             self._send(r.id, lease)
         except BaseException:
             self._extents.end(lease)
@@ -55,6 +59,10 @@ class SessionExtents:
             raise
         self._descriptors |= new
 
+    def note_modes(self, view: View, modes: Mapping[int, str]) -> None:
+        """Notes how the client has found extents to be read."""
+        self._extents.note_modes(view, modes)
+
     def release(self, lease_ids: Iterable[int]) -> None:
         """Ends these leases; what is no granted lease of extents, or no more, is passed over."""
         for lease_id in lease_ids:
@@ -66,7 +74,8 @@ class SessionExtents:
         self.release([lease_id for lease_id, lease in self._granted.items() if lease.view is view])
 
     def close(self) -> None:
-        """Closes the descriptors here, as the connection has ended; leases end with their views."""
+        """Closes the descriptors here, as the connection has ended, and grants no more; leases end with their views."""
+        self._is_closed = True
         _close_all(self._descriptors)
         self._descriptors = {}
 

@@ -30,15 +30,13 @@ def chat(
     while (line := read()) is not None:
         if not line.strip():
             continue
-        said.append(user_says(line))
+        kept, forgotten = [*said, user_says(line)], 0
         try:
-            forgotten = 0
-            while len(said) > TURN and not fits(tuple(said)):
-                del said[:TURN]
+            while len(kept) > TURN and not fits(tuple(kept)):
+                del kept[:TURN]
                 forgotten += 1
-            if forgotten:
+            if forgotten and fits(tuple(kept)):
                 tell(f"the oldest {forgotten} turns are forgotten: the model takes no more than what was said since")
-            said.append({"role": "assistant", "content": answer(tuple(said))})
+            said = [*kept, {"role": "assistant", "content": answer(tuple(kept))}]
         except ConfigError as error:
             tell(f"{error}. The line is taken back; the chat goes on")
-            said.pop()

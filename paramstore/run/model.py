@@ -66,9 +66,7 @@ def use_model(home: Home, settings: RunSettings, tell: Callable[[str], object], 
     is_quantized = bool(quantized_parts(bones.config))
     layout, there = hf.find_layout(bones), look(home)
     budget_bytes = budget_of(bones, layout, asked=settings.host_budget, running_bytes=there.budget_bytes)
-    plan = plan_of(
-        home, layout, bones, is_quantized=is_quantized, memory=memory, budget_bytes=budget_bytes, there_bytes=there.there_bytes
-    )  # fmt: skip
+    plan = plan_of(home, layout, bones, is_quantized=is_quantized, memory=memory, budget_bytes=budget_bytes, there=there)
     plan.check()
     tokenizer = load_tokenizer(home.checkpoint)
     tell(plan.line())

@@ -13,6 +13,7 @@ from paramstore.core.schema import Schema
 from paramstore.engine.capacity.estimate import Estimate, estimate
 from paramstore.errors import CapacityError
 from paramstore.run.home import Home
+from paramstore.run.store import RunStore
 from paramstore.storage.mounts import free_bytes
 from paramstore_client.hf.import_checkpoint import packed_schema
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
@@ -27,9 +28,10 @@ BUDGET_VARIABLE = f"{ENVIRONMENT_PREFIX}HOST_BUDGET"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run will take. Sizes in bytes: expert_bytes of an expert as it is stored, lacking_bytes of the store's volume that are
-    still to be written, free_bytes of its disk. standing: experts that can stay in memory. unpacked_slots: of quantized ones, those
-    that stay unpacked in this process; None for others. leased: those that stay leased between tokens, where the caller said."""
+    """What a run will take. Sizes in bytes: expert_bytes of an expert as it is stored, lacking_bytes of the volume of a store that
+    is still to be made, free_bytes of its disk. standing: experts that can stay in memory. unpacked_slots: of quantized ones, those
+    that stay unpacked in this process; None for others. leased: those that stay leased between tokens, where the caller said.
+    is_running: whether a daemon serves the store, with its own budget."""
 
     name: str
     key_count: int
@@ -42,17 +44,19 @@ class Plan:
     lacking_bytes: int
     free_bytes: int
     directory: Path
+    is_running: bool
 
     def check(self) -> None:
         """Raises CapacityError naming what is missing where disk or memory are too small."""
         if self.budget_bytes < self.least_budget_bytes:
+            first = f"end the daemon that has it (`paramstore stop {self.directory}`), and " if self.is_running else ""
             raise CapacityError(
                 f"{self.name}: a host budget of {format_size(self.budget_bytes)} is too small, the least is "
-                f"{format_size(self.least_budget_bytes)}: give --host-budget {-(-self.least_budget_bytes >> 20)}MiB"
+                f"{format_size(self.least_budget_bytes)}: {first}give --host-budget {-(-self.least_budget_bytes >> 20)}MiB"
             )
         if self.free_bytes < self.lacking_bytes:
             raise CapacityError(
-                f"{self.name}: its experts take {self.lacking_bytes} bytes more in {self.directory}, whose disk has "
+                f"{self.name}: its experts take {self.lacking_bytes} bytes in {self.directory}, whose disk has "
                 f"{self.free_bytes} left: {self.lacking_bytes - self.free_bytes} bytes are missing. Free them, and the same "
                 "command goes on; or give a --dir on another disk"
             )
@@ -91,10 +95,11 @@ def dense_bytes(model: Any, layout: ExpertLayout) -> int:
 
 def plan_of(
     home: Home, layout: ExpertLayout, model: object, *, is_quantized: bool, memory: ExpertMemory, budget_bytes: int,
-    there_bytes: int | None,
+    there: RunStore,
 ) -> Plan:  # fmt: skip
-    """The plan of a run. layout: of `model`, a skeleton. memory: how many experts are to stand. there_bytes: of its records that
-    the store has; None: all. Raises what `packed_schema` raises."""
+    """The plan of a run. layout: of `model`, a skeleton. memory: how many experts are to stand. there: what there is of
+    the store. Room on the disk is asked for only where that is new: else its volumes may lie elsewhere, and be grown by now, which
+    its daemon knows, and refuses an import for which it has no room. Raises what `packed_schema` raises."""
     computed = layout.schema(None)
     packed = packed_schema(home.checkpoint, layout, model) if is_quantized else None  # type: ignore[arg-type]
     schema, key_count = packed or computed, len(layout.layers) * layout.experts
@@ -106,8 +111,8 @@ def plan_of(
         name=home.model, key_count=key_count, expert_bytes=schema.record_bytes, budget_bytes=budget_bytes,
         least_budget_bytes=found.least_host_bytes, standing=min(standing, key_count), unpacked_slots=unpacked,
         leased=slots if packed is None else None,
-        lacking_bytes=0 if there_bytes is None else max(0, found.volume_bytes - there_bytes),
-        free_bytes=free_bytes(_nearest(home.directory)), directory=home.directory,
+        lacking_bytes=found.volume_bytes if there.is_new else 0, free_bytes=free_bytes(_nearest(home.directory)),
+        directory=home.directory, is_running=there.budget_bytes is not None,
     )  # fmt: skip
 
 

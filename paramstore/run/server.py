@@ -30,12 +30,19 @@ def check_packages() -> None:
         raise ConfigError(f"serving over HTTP needs {', '.join(missing)}: pip install 'paramstore[serve]'")
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there, port 0 for any that is free. Raises ConfigError naming what is in the way."""
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has its place there and does not listen yet: nobody connects who would wait for an import. Port 0 for any that
+    is free. Raises ConfigError naming what is in the way."""
+    bound = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        return bound
     except (OSError, OverflowError) as error:
+        if bound is not None:
+            bound.close()
         raise ConfigError(f"--host {host} --port {port}: {error}: give another") from error
 
 
@@ -54,8 +61,11 @@ class ModelServer:
     def serve(
         self, opened: RunModel, listener: socket.socket, *, ready: Callable[[], object], tell: Callable[[str], object]
     ) -> None:
-        """Answers requests at `listener` until the process is told to end; then that signal is raised again. Above REQUESTS_MAX at
-        a time, requests are refused with 503. ready: called when requests can come. tell: is given lines for people."""
+        """Answers requests at `listener`, which `bind` made, until the process is told to end: answers under way end at their next
+        token, and that signal is raised again. Above REQUESTS_MAX at a time, requests are refused with 503. ready: called when
+        requests can come. tell: is given lines for people. Raises ConfigError where another listens there meanwhile."""
+        from paramstore.run.answers import stopping_when
+
         self._opened = opened
         if not getattr(opened.tokenizer, "chat_template", None):
             tell("the model has no chat template: /v1/completions alone answers")
@@ -63,8 +73,18 @@ class ModelServer:
         config = uvicorn.Config(
             self._app, log_level="warning", ws="none", limit_concurrency=REQUESTS_MAX, timeout_graceful_shutdown=SHUTDOWN_S
         )
+        server, generate = uvicorn.Server(config), opened.model.generate
+
+        def generate_until_the_end(*given: Any, **named: Any) -> Any:
+            return generate(*given, stopping_criteria=stopping_when(lambda: server.should_exit), **named)
+
+        opened.model.generate = generate_until_the_end  # else an answer under way would go on without its experts
+        try:
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"port {listener.getsockname()[1]}: {error}: give another") from error
         ready()
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
 
     def _model(self) -> tuple[Any, Any]:
         return (None, None) if self._opened is None else (self._opened.model, self._opened.tokenizer)

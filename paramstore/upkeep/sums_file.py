@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 """The least time between two writes: sums of so long a killed daemon forgets."""
+REST_TIMES = 20
+"""A write that took long is followed by so many times that long without one."""
 DISK_TIMEOUT_S = 5.0
 """How long the daemon's start waits for the file to be read, and its end for the file to be written."""
 
@@ -50,6 +52,9 @@ class SumsFile:
         self._written_count = 0
         """Change count of the sums that the file has."""
         self._has_failed = False
+        self._is_too_large = False
+        self._took_s = 0.0
+        """How long the last write took."""
 
     async def start(self) -> None:
         """Takes over what the file has, and begins to keep the file; does nothing where no sums are kept."""
@@ -88,22 +93,25 @@ class SumsFile:
             logger.error("keeping the device sums failed", exc_info=bug)
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         while not self._is_closing:
-            self._resting = asyncio.ensure_future(self._pause(INTERVAL_S))
+            self._resting = asyncio.ensure_future(self._pause(max(INTERVAL_S, REST_TIMES * self._took_s)))
             await asyncio.wait([self._resting])
+            began_s = loop.time()
             await self._write()
+            self._took_s = loop.time() - began_s
         await self._write()  # what was noted during the one before
 
     async def _write(self) -> None:
         """Writes the file, if any sums are new."""
         count = self._sums.change_count
-        if count == self._written_count:
+        if count == self._written_count or self._is_too_large:
             return
         try:
             await self._file.replace(partial(pack_device_sums, self._store_uuid, self._sums.records()))
         except (OSError, CapacityError) as error:
             if not self._has_failed:
                 logger.warning("%s cannot be written; records are read again for their sums: %s", self._file.path, error)
-            self._has_failed = True
+            self._has_failed, self._is_too_large = True, isinstance(error, CapacityError)
         else:
             self._written_count, self._has_failed = count, False

@@ -48,6 +48,8 @@ LABEL_MAX = 64
 Key = tuple[int, int]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=KEYS_MAX)]
 ExtentKeys = Annotated[list[Key], msgspec.Meta(min_length=1, max_length=EXTENT_KEYS_MAX)]
+Modes = Annotated[list[tuple[int, Annotated[str, msgspec.Meta(max_length=LABEL_MAX)]]], msgspec.Meta(max_length=EXTENT_KEYS_MAX)]
+"""Pairs of a volume and the word for how it is read."""
 Layers = Annotated[list[int], msgspec.Meta(max_length=KEYS_MAX)]
 Seconds = Annotated[float, msgspec.Meta(ge=-sys.float_info.max)]
 """A time to wait: neither nan nor minus infinity."""

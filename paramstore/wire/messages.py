@@ -2,8 +2,8 @@
 
 A request carries `id`, chosen by the client, unique among its unanswered requests, never 0. The daemon answers each with one
 `Done`, `Granted`, `GrantedExtents`, `Lent`, `Uploaded` or `Failed` of the same id, in any order: a ticket stands for one request.
-`Release`, `GiveBack`, `Cancel`, `Unmapped` and `DeviceReport` are one-way. Unasked the daemon sends `Unmap` (before minor 4 also
-`LeaseSlots`), and `Failed` with id 0, which says why it hangs up.
+`Release`, `GiveBack`, `Cancel`, `Unmapped`, `DeviceReport` and `ExtentModes` are one-way. Unasked the daemon sends `Unmap` (before
+minor 4 also `LeaseSlots`), and `Failed` with id 0, which says why it hangs up.
 
 Descriptors travel by SCM_RIGHTS at the first byte of the frame that names their segments, in that order, to the client only.
 """
@@ -61,6 +61,7 @@ from paramstore.wire.requests import CreateRank as CreateRank
 from paramstore.wire.requests import DeclareSchedule as DeclareSchedule
 from paramstore.wire.requests import DeviceReport as DeviceReport
 from paramstore.wire.requests import Evict as Evict
+from paramstore.wire.requests import ExtentModes as ExtentModes
 from paramstore.wire.requests import GiveBack as GiveBack
 from paramstore.wire.requests import GradientNorm as GradientNorm
 from paramstore.wire.requests import Hello as Hello

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from paramstore.wire.applies import Apply, AwaitRoom, BeginApply, EndApply, EndLayers
-from paramstore.wire.base import ExtentKeys, Key, Keys, Message, Seconds, VisitPairs
+from paramstore.wire.base import ExtentKeys, Key, Keys, Message, Modes, Seconds, VisitPairs
 from paramstore.wire.steps import (
     AwaitStep,
     Commit,
@@ -356,6 +356,13 @@ class DeviceReport(Message, tag="device"):
     bytes_resident: int
 
 
+class ExtentModes(Message, tag="extent_modes"):
+    """Says how the client has found extents of each volume to be read to its device (one-way)."""
+
+    handle: int
+    modes: Modes
+
+
 Request = (
     Hello | Namespaces | CreateNamespace | OpenNamespace | CreateRank | OpenRank | CloseNamespace | Refresh | AwaitStep
     | OpenUpload
@@ -364,5 +371,5 @@ Request = (
     | Cancel | Push | GradientNorm | Apply | BeginApply | EndLayers | AwaitRoom | EndApply | Abort | WriteBack | Evict | Protect
     | DeclareSchedule
     | Commit | Prepare | Finalize | Steps | Extra | Rollback | Snapshot | DropSnapshot | Snapshots | Read | Residency | Stats
-    | Verify | TraceBegin | TraceEnd | Unmapped | DeviceReport
+    | Verify | TraceBegin | TraceEnd | Unmapped | DeviceReport | ExtentModes
 )  # fmt: skip

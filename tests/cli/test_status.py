@@ -230,6 +230,14 @@ def test_why_a_namespace_is_broken_is_told_below_the_table(
     assert f"\nnamespace moe is broken: {reason}\n" in shown
 
 
+def test_leased_extents_and_how_they_are_read_are_said_where_any_may_be_leased() -> None:
+    extents: dict[str, Any] = {"leased": 3, "leases_max": 8, "modes": {"0": ["gds", "host"]}}
+    assert list(status.extent_lines(extents)) == [
+        "extents: 3 of 8 are leased", "extents of volume 0 are read so, as clients have proven: gds, host",
+    ]  # fmt: skip
+    assert list(status.extent_lines({**extents, "leases_max": 0})) == list(status.extent_lines(None)) == []
+
+
 def test_no_daemon_is_unreachable_with_the_way_to_start_one(
     tmp_path: Path, paramstore: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:

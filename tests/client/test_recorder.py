@@ -78,7 +78,7 @@ def test_what_raises_is_not_kept() -> None:
 
 
 def test_a_recorder_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "EVENTS_MAX", 2)
+    monkeypatch.setattr(recorder_module, "LOG_BYTES_MAX", 2 * recorder_module.EVENT_BYTES)
     recorder = TraceRecorder(MemoryNamespace.of_swiglu())
     recorder.end_step()
     recorder.end_step()

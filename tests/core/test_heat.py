@@ -111,6 +111,11 @@ def test_packed_heat_comes_back_in_its_order() -> None:
     assert found[0, 1] == pytest.approx(6 * found[1, 7])
 
 
+def test_a_record_that_is_used_a_little_is_no_unused_one() -> None:
+    found = unpack_heat(pack_heat({(0, 1): 1e11, (1, 7): 5, (1, 0): 0}, KEYS, namespace="moe"), KEYS).heats
+    assert list(found) == [(0, 1), (1, 7)]
+
+
 def test_heat_of_nothing_is_no_heat() -> None:
     assert pack_heat({(0, 0): 0}, KEYS, namespace="moe") == b"" == pack_heat({}, KEYS, namespace="moe")
     assert unpack_heat(b"", KEYS).ranking([4, 4]) == NO_HEAT.ranking([4, 4])

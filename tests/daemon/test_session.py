@@ -277,11 +277,13 @@ def test_one_way_messages_are_not_answered_whatever_they_name(at_desk: AtDesk) -
         for message in (
             m.Release([1, 99, -1]), m.Cancel(99), m.Unmapped([1, 2, 99]), m.DeviceReport(99, [], [], 0),
             m.DeviceReport(handle, [(0, 99)], [], 0), m.DeviceReport(handle, [(0, 0)], [(0, 0), (5, 5)], 4096),
+            m.ExtentModes(99, [(0, "host")]), m.ExtentModes(handle, [(0, "host")]),
         ):  # fmt: skip
             await client.send(message)
         assert await client.request(m.Steps, handle) == [1]
         assert client.unasked == []
         assert desk.figures()["hbm_bytes"] == 4096
+        assert desk.service.extents.stats()["modes"] == {"0": ["host"]}
 
     at_desk(scenario)
 

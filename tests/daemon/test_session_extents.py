@@ -210,6 +210,26 @@ def test_a_damaged_record_is_not_leased(at_desk: AtDesk) -> None:
     at_desk(scenario, **VOLUME, extent_leases=2)
 
 
+def test_a_lease_of_a_session_that_ends_meanwhile_opens_no_descriptor(at_desk: AtDesk) -> None:
+    async def scenario(desk: Any) -> None:
+        client, opened = await desk.client(), list[int]()
+        handle = await served(desk, client)
+        await client.request(m.Acquire, handle, [(0, 1)], "param", 1.0)  # so the view stays while its process lives
+        desk.machine.workers.pause()
+        await client.send(m.AcquireExtents(900, handle, [(0, 0)]))
+        await desk.until(lambda: desk.machine.workers.waiting)
+        desk.service.extents.open_volume = opened.append
+        session = desk.sessions[0]
+        client.close()
+        await desk.until(lambda: session.is_ended)
+        assert pins(desk) == 1, "a worker reads it"
+        desk.machine.workers.resume()
+        await desk.until(lambda: pins(desk) == 0)
+        assert opened == []
+
+    at_desk(scenario, **VOLUME, extent_leases=1)
+
+
 def test_leases_end_with_their_handle(at_desk: AtDesk) -> None:
     async def scenario(desk: Any) -> None:
         client = await desk.client()

@@ -103,6 +103,26 @@ def test_an_answer_that_is_stopped_ends_and_the_next_one_does_not(opened: RunMod
     assert asked.answer([user_says("abc")]) == "aaaaa"
 
 
+def test_an_answer_that_is_stopped_before_its_first_token_has_one(
+    opened: RunModel, model: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Answers(opened, AnswerSettings(tokens=5, is_raw=True, follows=True), tell=print)
+    monkeypatch.setattr(answers.hf, "follow", lambda _: (asked.stop(), SimpleNamespace(has_moved=False, reason=None))[1])
+    assert asked.answer([user_says("abc")]) == "a"
+
+
+def test_a_model_whose_experts_do_not_stand_has_no_hits(
+    opened: RunModel, model: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> SlotCounts:
+        raise ConfigError("load it with mode='infer', without debug=True")
+
+    monkeypatch.setattr(answers.hf, "counts", refuse)
+    asked = Answers(opened, AnswerSettings(tokens=2, is_raw=True), tell=print)
+    assert asked.answer([user_says("abc")]) == "aa"
+    assert (asked.figures.uses, asked.figures.hits) == (0, 0)
+
+
 def test_the_number_of_tokens_is_the_callers_else_the_checkpoints_else_ours_and_what_the_model_takes(
     opened: RunModel, model: Echo
 ) -> None:

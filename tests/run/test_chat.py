@@ -52,3 +52,10 @@ def test_the_oldest_turns_are_forgotten_where_the_model_has_no_room_and_the_last
     model = Model()
     model.chat(["one", "two"], fits=lambda _: False)
     assert model.contents() == [["one"], ["two"]]
+
+
+def test_a_line_that_is_too_long_by_itself_takes_nothing_of_the_conversation_with_it() -> None:
+    model = Model()
+    model.chat(["one", "two", "bad", "three"], fits=lambda messages: messages[-1]["content"] != "bad")
+    assert model.contents()[-1] == ["one", "to one", "two", "to two", "three"]
+    assert model.told == ["the template says no. The line is taken back; the chat goes on"]

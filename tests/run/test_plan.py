@@ -12,6 +12,7 @@ from paramstore.errors import CapacityError, ConfigError
 from paramstore.run import plan
 from paramstore.run.home import Home
 from paramstore.run.plan import Plan, plan_of
+from paramstore.run.store import RunStore
 from paramstore_client import hf
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
@@ -20,7 +21,7 @@ from paramstore_testkit.training.moe_families import families, modeling_class, t
 MIB = 1 << 20
 MADE = Plan(
     name="m", key_count=64, expert_bytes=MIB, budget_bytes=100 * MIB, least_budget_bytes=4 * MIB, standing=64, unpacked_slots=None,
-    leased=None, lacking_bytes=0, free_bytes=1000 * MIB, directory=Path("/s"),
+    leased=None, lacking_bytes=0, free_bytes=1000 * MIB, directory=Path("/s"), is_running=False,
 )  # fmt: skip
 
 
@@ -38,10 +39,12 @@ def test_the_line_says_what_stays_what_streams_and_what_is_imported() -> None:
 def test_what_is_missing_is_named_by_the_byte() -> None:
     MADE.check()
     replace(MADE, lacking_bytes=1000 * MIB).check()
-    with pytest.raises(CapacityError, match=r"take 1048576007 bytes more in /s, .* has 1048576000 left: 7 bytes are missing"):
+    with pytest.raises(CapacityError, match=r"take 1048576007 bytes in /s, .* has 1048576000 left: 7 bytes are missing"):
         replace(MADE, lacking_bytes=1000 * MIB + 7).check()
     with pytest.raises(CapacityError, match="a host budget of 3 MiB is too small, the least is 4 MiB: give --host-budget 4MiB"):
         replace(MADE, budget_bytes=3 * MIB).check()
+    with pytest.raises(CapacityError, match=r"end the daemon that has it \(`paramstore stop /s`\), and give --host-budget 4MiB"):
+        replace(MADE, budget_bytes=3 * MIB, is_running=True).check()
 
 
 @pytest.fixture
@@ -49,24 +52,23 @@ def skeleton() -> Any:
     return modeling.on_meta(modeling_class(families()["mixtral"]), tiny_config("mixtral"))
 
 
-def test_a_plan_asks_room_for_what_is_not_on_the_disk_yet(
+def test_a_plan_asks_room_for_a_store_that_is_new_and_for_no_other(
     skeleton: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout, home = hf.find_layout(skeleton), Home("m", tmp_path, tmp_path / "none" / "store", "n", is_default=True)
     monkeypatch.setattr(plan, "free_bytes", lambda place: 5 if place == tmp_path else 0)  # the nearest directory that is there
 
-    def planned(memory: int | None = None, there_bytes: int | None = 0) -> Plan:
+    def planned(memory: int | None = None, there: RunStore = RunStore(is_new=True)) -> Plan:
         asked = ExpertMemory.of(memory, "auto", mode="infer")
-        return plan_of(
-            home, layout, skeleton, is_quantized=False, memory=asked, budget_bytes=64 * MIB, there_bytes=there_bytes
-        )  # fmt: skip
+        return plan_of(home, layout, skeleton, is_quantized=False, memory=asked, budget_bytes=64 * MIB, there=there)
 
     first = planned()
     assert (first.standing, first.free_bytes, first.unpacked_slots) == (first.key_count, 5, None)
     assert first.lacking_bytes > first.key_count * first.expert_bytes
     assert (planned(3).standing, planned(3).leased) == (first.key_count, 3)
-    assert planned(there_bytes=4096).lacking_bytes == first.lacking_bytes - 4096
-    assert planned(there_bytes=None).lacking_bytes == 0
+    assert not first.is_running
+    stopped, served = planned(there=RunStore(is_new=False)), planned(there=RunStore(is_new=False, budget_bytes=MIB))
+    assert [(later.lacking_bytes, later.is_running) for later in (stopped, served)] == [(0, False), (0, True)]
 
 
 def test_the_budget_is_the_daemons_else_the_callers_else_the_variables_else_half_of_what_the_dense_part_leaves(

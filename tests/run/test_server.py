@@ -57,7 +57,7 @@ def ask(opened: RunModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
             running.append(self)
 
     monkeypatch.setattr(uvicorn, "Server", Noted)
-    listener = server.listen("127.0.0.1", 0)
+    listener = server.bind("127.0.0.1", 0)
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     serve, is_ready = server.ModelServer("m").serve, threading.Event()
     thread = threading.Thread(target=serve, args=(opened, listener), kwargs={"ready": is_ready.set, "tell": print}, daemon=True)
@@ -132,8 +132,8 @@ def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--host 127.0.0.1 --port {port}: .*in use.*: give another"):
-            server.listen("127.0.0.1", port)
+            server.bind("127.0.0.1", port)
     with pytest.raises(ConfigError, match="--host no host"):
-        server.listen("no host", 0)
+        server.bind("no host", 0)
 
 

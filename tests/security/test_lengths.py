@@ -77,7 +77,7 @@ def lying(value: object, kind: Any, lie: int) -> Iterator[object]:
 def lies(segment: int) -> dict[str, m.Message]:
     """Every request, true but for one number. ids are set when they are sent. segment: of upload memory of the session."""
     found: dict[str, m.Message] = {}
-    true = {**TRUE, "id": 1, "segment": segment, "entries": [(0, 0, segment, 0)]}
+    true = {**TRUE, "id": 1, "modes": [(0, "host")], "segment": segment, "entries": [(0, 0, segment, 0)]}
     for cls in REQUESTS:
         truth = cls(**{field.name: true[field.name] for field in msgspec.structs.fields(cls)})
         for field in msgspec.structs.fields(cls):

@@ -13,9 +13,9 @@ import pytest
 
 from paramstore.core.location import Extent, Identity, Located
 from paramstore.engine.transfers.device_sums import DeviceSums
-from paramstore.errors import CorruptRecord
+from paramstore.errors import CapacityError, CorruptRecord
 from paramstore.storage.format.device_sums import RUN_RECORDS, unpack_device_sums
-from paramstore.upkeep.sums_file import INTERVAL_S, SumsFile, sums_path
+from paramstore.upkeep.sums_file import INTERVAL_S, REST_TIMES, SumsFile, sums_path
 
 STORE, KEY = b"s" * 16, (0, 1)
 HERE = Located(Extent(0, 4096, 8192), Identity(1, 2), 77)
@@ -166,6 +166,37 @@ def test_a_disk_that_takes_no_file_is_told_of_once(tmp_path: Path, caplog: pytes
     with caplog.at_level(logging.WARNING):
         run(scenario())
     assert caplog.text.count("cannot be written") == 1
+
+
+def test_a_file_that_takes_long_or_holds_no_more_is_written_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    late_s = [0.0]
+
+    async def scenario() -> None:
+        rest, sums = Rest(), noted()
+        file = file_of(tmp_path, sums, rest)
+        await file.start()
+        loop = asyncio.get_running_loop()
+        now_s = loop.time
+        while not rest.asked_s:
+            await asyncio.sleep(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(file._file, "replace", refuse)
+            patch.setattr(loop, "time", lambda: now_s() + late_s[0])
+            rest.end()
+            while len(rest.asked_s) < 2:
+                await asyncio.sleep(0)
+            assert rest.asked_s == [INTERVAL_S, pytest.approx(REST_TIMES * 3.0, rel=0.1)]
+        await file.close()
+
+    async def refuse(make: Callable[[], bytes]) -> None:
+        late_s[0] = 3.0
+        raise CapacityError("too many records")
+
+    run(scenario())
+    assert not sums_path(tmp_path).exists()
+    assert caplog.text.count("too many records") == 1
 
 
 def test_nothing_is_read_or_written_where_no_sums_are_kept(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from paramstore.wire.messages import EXTRA_BYTES_MAX, KEYS_MAX, Acquire, Answer,
 
 REQUESTS: tuple[type[Message], ...] = get_args(Request)
 ANSWERS: tuple[type[Message], ...] = get_args(Answer)
-ONE_WAY = {"Release", "GiveBack", "Cancel", "Unmapped", "DeviceReport", "Unmap", "LeaseSlots"}
+ONE_WAY = {"Release", "GiveBack", "Cancel", "Unmapped", "DeviceReport", "ExtentModes", "Unmap", "LeaseSlots"}
 
 EXAMPLES: dict[object, Any] = {
     "VisitPairs": ((0, "routed"), (1, "updated")),
@@ -32,6 +32,7 @@ EXAMPLES: dict[object, Any] = {
     "dict[str, Any]": {"kind": "param"},
     "list[tuple[int, int]]": [(1, 4096)],
     "list[tuple[int, int, int, int]]": [(1, 2, 3, 4)],
+    "Modes": [(0, "host")],
     "ExtentKeys": [(0, 1), (2, 3)],
     "list[tuple[int, int, int, int, int, int]]": [(1, 4096, 8192, 4, 5, (1 << 64) - 1)],
     "list[bytes]": [bytes(8), b"\xff" * 16],

@@ -2,7 +2,8 @@
 
 Quantized, a share of the memory is slots of unpacked experts in the process that computes; the daemon has the rest for packed ones.
 In bf16 the daemon has all of it, and the process computes on what it leased. What is asked holds where reading an expert's bytes in
-bf16 takes twice as long as unpacking it, which the row tells: elsewhere there is no target.
+bf16 takes twice as long as unpacking it, which the row tells: elsewhere there is no target. Beside this machine's own drive stands
+one whose reads the daemons hold back to what a SATA drive gives.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +31,7 @@ from paramstore.errors import StepMismatch
 from paramstore_bench.decode.checkpoint import Shape, checkpoint_of
 from paramstore_bench.decode.rows import DECODE, Work
 from paramstore_bench.decode.runs import prompt_of, run
+from paramstore_bench.guesses.slow_volume import reading_at
 from paramstore_client.quantized.packed import packed_tensors, unpack_all
 from paramstore_testkit.training.quantized_checkpoints import fp8_quantization, quantize_files, to_fp8
 
@@ -37,7 +40,8 @@ SHARES = (0.5, 0.25)
 """Of the bytes that all experts have in bf16: the memory that both get."""
 UNPACKED_SHARE = 0.25
 """Of that memory: slots of unpacked experts."""
-THREADS = (1, 2)
+CELLS: tuple[tuple[float | None, int], ...] = ((None, 1), (None, 2), (500e6, 2))
+"""Bytes a second that the drive gives, None for what it has, and threads of arithmetic."""
 TARGET, READ_TIMES = 1.5, 2.0
 """Times the speed of bf16 that is asked where reading takes so many times as long as unpacking."""
 RAW_RECORDS, UNPACKS = 16, 9
@@ -66,13 +70,14 @@ class Served:
 
 
 def measure_quantized(bench: Bench, *, shape: Shape, rounds: int) -> Iterator[Row]:
-    """Makes a row for each share of memory and number of threads."""
+    """Makes a row for each share of memory, speed of the drive and number of threads."""
     quantized, plain = checkpoints_of(bench, shape)
-    for share in SHARES:
+    for share, (bytes_per_s, threads) in product(SHARES, CELLS):
         slots = max(shape.top_k, round(share * shape.keys))
         unpacked = max(shape.top_k, round(UNPACKED_SHARE * slots))
         budget_bytes = shape.budget_bytes(slots)
         with (
+            reading_at(bytes_per_s),
             serving(bench.directory / "quantized", host_budget_bytes=budget_bytes - unpacked * shape.image_bytes) as packed_service,
             serving(bench.directory / "plain", host_budget_bytes=budget_bytes) as plain_service,
             bench.raw_file(bench.directory, param_kind(), record_bytes=shape.image_bytes, record_count=RAW_RECORDS) as raw,
@@ -81,12 +86,12 @@ def measure_quantized(bench: Bench, *, shape: Shape, rounds: int) -> Iterator[Ro
             with ps.hf.namespace(ours.model) as namespace, ps.hf.namespace(theirs.model):
                 for service in (packed_service, plain_service):
                     service.wait_until_quiet(bench.clock)
-                for threads in THREADS:
-                    torch.set_num_threads(threads)
-                    bench.tell(f"{share:.0%}, {threads} threads")
-                    costs = {"read_bf16_s": read_s(raw), "unpack_s": unpack_s(namespace)}
-                    case = f"{share:.0%} of bf16's bytes of memory, {threads} threads"
-                    yield measure_pairs(case, ours, theirs, rounds=rounds, costs=costs, record_bytes=shape.image_bytes)
+                torch.set_num_threads(threads)
+                drive = "" if bytes_per_s is None else f", a drive of {bytes_per_s / 1e6:.0f} MB/s"
+                case = f"{share:.0%} of bf16's bytes of memory, {threads} threads{drive}"
+                bench.tell(case)
+                costs = {"read_bf16_s": read_s(raw, bytes_per_s), "unpack_s": unpack_s(namespace)}
+                yield measure_pairs(case, ours, theirs, rounds=rounds, costs=costs, record_bytes=shape.image_bytes)
 
 
 def checkpoints_of(bench: Bench, shape: Shape) -> tuple[Path, Path]:
@@ -138,10 +143,10 @@ def measure_pairs(
     )  # fmt: skip
 
 
-def read_s(raw: RawFile) -> float:
-    """Seconds of a raw read of an expert's bytes in bf16, of several at once."""
+def read_s(raw: RawFile, bytes_per_s: float | None) -> float:
+    """Seconds of a raw read of an expert's bytes in bf16, of several at once, from a drive that gives so much at most."""
     sample = raw.read(range(raw.record_count))
-    return sample.seconds / raw.record_count
+    return max(sample.seconds / raw.record_count, raw.record_bytes / bytes_per_s if bytes_per_s else 0.0)
 
 
 def unpack_s(namespace: ps.Namespace) -> float:

@@ -24,6 +24,7 @@ from paramstore.policy.slot_visit import Held
 from paramstore_client.device.copier import REACHED, Mark
 from paramstore_client.device.slots import DeviceCopy, DeviceSlots
 from paramstore_client.extents.record_source import RecordSource
+from paramstore_client.handle.extent_lease import ExtentLease
 from paramstore_client.source import HostSource, WeightLease
 
 
@@ -114,7 +115,8 @@ class DeviceCopies:
         """Copies those of `loads` that were not copied yet. Where it fails, what was copied stays, and the rest is given up."""
         if loads := [held for held in loads if held not in self._copies]:
             from_host = partial(self._copy, lease_from_host=partial(self._lease_from_host, timeout_s=timeout_s))
-            self._fill(loads, from_host if self._records is None else partial(self._read, self._records, from_host))
+            read = None if self._records is None else partial(self._read, self._records, timeout_s, from_host)
+            self._fill(loads, read or from_host)
 
     def fill_ahead(self, loads: Sequence[Held]) -> None:
         """Copies `loads`, new and at most `ahead_keys`, which were on the host, and waits for nothing: those that the host has
@@ -169,22 +171,33 @@ class DeviceCopies:
                 self._copy_those_there(chunk[:half])
                 self._copy_those_there(chunk[half:])
 
-    def _read(self, records: RecordSource, from_host: Callable[[Sequence[Held]], None], chunk: Sequence[Held]) -> None:
+    def _read(
+        self, records: RecordSource, timeout_s: float | None, from_host: Callable[[Sequence[Held]], None], chunk: Sequence[Held]
+    ) -> None:
         """Reads records into slots from the volumes; those that cannot be leased there come from the host."""
         for start in range(0, len(chunk), records.keys_at_once):
             part, view = chunk[start : start + records.keys_at_once], self._namespace.view_change_count
-            lease = records.lease([held.key for held in part])  # type: ignore[misc]  # the names are keys here
-            if lease is None:
+            try:
+                lease = records.lease([held.key for held in part], timeout_s)  # type: ignore[misc]  # the names are keys here
+            except WaitTimeout:  # the daemon reads others' records for their sums; the host may have these
                 from_host(part)
                 continue
-            with lease:
-                for held in part:
-                    key: ExpertKey = held.key  # type: ignore[assignment]
-                    read = partial(records.reader.read, lease, key)
-                    self._copies[held] = self.slots.place_whole(key, read, checked_at=view)
-                    self._arriving.append(held)
-                    self.bytes_copied += lease.part.image_bytes
+            if lease is None and (half := len(part) // 2):
+                for fewer in (part[:half], part[half:]):
+                    self._read(records, timeout_s, from_host, fewer)
+            elif lease is None:
+                from_host(part)
+            else:
+                self._place_all(records, lease, part, view)
         self.note_arrivals()
+
+    def _place_all(self, records: RecordSource, lease: ExtentLease, part: Sequence[Held], view: int) -> None:
+        with lease:
+            for held in part:
+                key: ExpertKey = held.key  # type: ignore[assignment]
+                self._copies[held] = self.slots.place_whole(key, partial(records.reader.read, lease, key), checked_at=view)
+                self._arriving.append(held)
+                self.bytes_copied += lease.part.image_bytes
 
     def _copy(self, chunk: Sequence[Held], lease_from_host: Callable[[Sequence[ExpertKey]], WeightLease]) -> None:
         view = self._namespace.view_change_count

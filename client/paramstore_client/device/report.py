@@ -6,7 +6,7 @@ import torch
 
 from paramstore.core.arguments import wrong
 from paramstore.errors import CapacityError, LeaseError, SchemaMismatch, StepDropped, VersionMismatch
-from paramstore.wire.messages import EXTENT_KEYS_MAX, Stats
+from paramstore.wire.messages import EXTENT_KEYS_MAX, ExtentModes, Stats
 from paramstore_client.connection import answers
 from paramstore_client.device.tier import device_of
 from paramstore_client.extents.modes import prove_mode
@@ -20,7 +20,7 @@ def device_report(namespace: Namespace, device: torch.device | str = "cpu") -> d
     Returns {device, volumes, reasons}: by the number of each volume among the places of the first 64 experts a word, `gds`,
     `cufile compat`, `kvikio compat` or `host`, and why it is no better one. Where no extents can be leased, or no more, as others
     have them, `volumes` ends there, and the reason stands under None. The first three words are those of a GPU, or of kvikio, and
-    the first two were never run on a GPU.
+    the first two were never run on a GPU. `paramstore status` says the words from then on, as long as the handle is open.
     Raises CorruptRecord and VolumeError for a record that cannot be read in any way.
     """
     if not isinstance(namespace, Namespace):
@@ -41,6 +41,8 @@ def device_report(namespace: Namespace, device: torch.device | str = "cpu") -> d
             volume = lease[key].extent.volume
             if volume not in volumes:
                 volumes[volume], reasons[volume] = prove_mode(lease, key, target)
+    if volumes:
+        namespace._connection.post(ExtentModes(namespace._handle, [(volume, str(word)) for volume, word in volumes.items()]))
     return {"device": str(target), "volumes": volumes, "reasons": reasons}
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,13 +40,16 @@ class ExtentReader:
     """Reads records of one part to images on one device. Used by one thread.
 
     direct: how they are read as long as that brings right bytes; None for the host's memory alone. bounce: through the host's.
+    warn: is told, once, that `direct` is given up.
     """
 
     def __init__(
-        self, part: Part, device: torch.device, *, direct: VolumeReads | None, bounce: VolumeReads | None = None
-    ) -> None:
+        self, part: Part, device: torch.device, *, direct: VolumeReads | None, bounce: VolumeReads | None = None,
+        warn: Callable[[str, str], object] = _log.warning,
+    ) -> None:  # fmt: skip
         self._part = part
         self._direct = direct
+        self._warn = warn
         self._bounce = bounce or BounceReads(is_pinned=device.type == "cuda")
         self._odd = multipliers_on(device) if device.type != "cpu" else None
         self.refusal = ""
@@ -85,7 +89,7 @@ class ExtentReader:
 
     def _give_up(self, reason: str) -> None:
         self._direct, self.refusal = None, reason
-        _log.warning("records are read through the host's memory from here on, which has right bytes: %s", reason)
+        self._warn("records are read through the host's memory from here on, which has right bytes: %s", reason)
 
     def _objection(self, leased: LeasedExtent, image: Tensor) -> str | None:
         """Why the image is not the leased record, naming what differs first; None if it is."""

@@ -11,6 +11,7 @@ Of these only the last two were seen: the others were never run on a GPU.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from enum import StrEnum
@@ -24,6 +25,8 @@ from paramstore.errors import VolumeError
 from paramstore_client.extents.extent_reader import ExtentReader
 from paramstore_client.extents.volume_reads import KvikioReads, VolumeReads
 from paramstore_client.handle.extent_lease import ExtentLease
+
+_log = logging.getLogger(__name__)
 
 DRIVER_STATS = Path("/proc/driver/nvidia-fs/stats")
 READS_DONE = re.compile(r"^Reads\s*:\s*n=\d+\s+ok=(\d+)", re.MULTILINE)
@@ -79,6 +82,6 @@ def _refusal(lease: ExtentLease, key: ExpertKey, device: torch.device, make: Cal
         direct = make()
     except VolumeError as error:
         return str(error) or repr(error)
-    reader = ExtentReader(lease.part, device, direct=direct)
+    reader = ExtentReader(lease.part, device, direct=direct, warn=_log.debug)  # nobody else reads otherwise for it
     reader.read(lease, key, torch.full((lease.part.image_bytes,), UNREAD, dtype=torch.uint8, device=device))
     return reader.refusal

@@ -36,15 +36,15 @@ class RecordSource:
         self._is_short = False
         self.reader = ExtentReader(namespace.schema.stored, device, direct=reads_of_kvikio())
 
-    def lease(self, keys: Sequence[ExpertKey]) -> ExtentLease | None:
-        """Leases the extents of at most `keys_at_once` keys; None where others have leased so many that these must come through the
-        daemon. Raises what `acquire_extents` raises else."""
+    def lease(self, keys: Sequence[ExpertKey], timeout_s: float | None = None) -> ExtentLease | None:
+        """Leases the extents of at most `keys_at_once` keys; None where so many are not to be had, as others have them or the
+        daemon leases fewer. Raises what `acquire_extents` raises else."""
         try:
-            return acquire_extents(self._namespace, keys)
+            return acquire_extents(self._namespace, keys, timeout_s=timeout_s)
         except CapacityError as error:
-            if not self._is_short:
-                _log.warning("%d records come through the daemon's memory, as others may from here on: %s", len(keys), error)
-            self._is_short = True
+            if len(keys) == 1 and not self._is_short:
+                _log.warning("a record comes through the daemon's memory, as others may from here on: %s", error)
+                self._is_short = True
             return None
 
     def describe(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from contextlib import suppress
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -19,6 +20,8 @@ from paramstore.errors import VolumeError
 from paramstore_client import tensors
 from paramstore_client.connection.volume_file import VolumeFile
 
+_setting = threading.Lock()
+"""Held while kvikio's settings are ours: they are the process's, and each `set` puts back what it found."""
 BOUNCE_BYTES = 4 << 20
 """Bytes that go through the host's memory at a time."""
 
@@ -104,10 +107,12 @@ class KvikioReads:
             torch.cuda.current_stream(into.device).synchronize()
         target: Any = into if into.is_cuda else into.numpy()
         try:
-            with self._kvikio.defaults.set(self._settings):
+            with _setting, self._kvikio.defaults.set(self._settings):
                 if file not in self._files:
                     self._files[file] = self._kvikio.CuFile(file.path, "r")
-                count_bytes = self._files[file].pread(target, size=into.nbytes, file_offset=offset_bytes).get()
+                # In one task: where one of several fails, kvikio does not wait for the others, which would write on.
+                read = self._files[file].pread(target, size=into.nbytes, file_offset=offset_bytes, task_size=into.nbytes)
+                count_bytes = read.get()
         except Exception as error:  # whatever it raises, the bytes are not there
             raise VolumeError(f"kvikio failed to read {into.nbytes} bytes at {offset_bytes}: {error}") from error
         if count_bytes != into.nbytes:

@@ -11,7 +11,9 @@ from torch import nn
 from paramstore.core.arguments import path, text
 from paramstore.core.trace import Trace
 from paramstore.directories import check_writable
+from paramstore.errors import ConfigError
 from paramstore_client.client import Store
+from paramstore_client.hf.checkpoint.skeleton import skeleton
 from paramstore_client.hf.checkpoint.tokenizers import load_tokenizer
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.stored_models import from_pretrained
@@ -57,7 +59,9 @@ def record_text(directory: Path, file: Path, prompt: str, *, tokens: int, store:
     """
     transformers = modeling.transformers()
     inputs = load_tokenizer(directory)(prompt, return_tensors="pt")
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    if not inputs["input_ids"].numel():
+        raise ConfigError(f"the prompt {prompt!r} has no token: say something")
+    config = skeleton(directory, mode="infer").config
     auto = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
     model = from_pretrained(auto, directory, store=store, mode="infer", name=name, progress=True).eval()
     given = inputs["input_ids"]

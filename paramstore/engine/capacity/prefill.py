@@ -10,7 +10,7 @@ from functools import partial
 
 from paramstore.core.location import Extent
 from paramstore.engine.transfers.runner import BACKGROUND_LANE, Runner
-from paramstore.errors import ParamStoreError
+from paramstore.errors import ParamStoreError, WaitTimeout
 from paramstore.storage.space.extents import Space
 from paramstore.storage.volume.base import Volume
 
@@ -35,6 +35,9 @@ class Prefill:
         self._zeros = memoryview(mmap.mmap(-1, PIECE_BYTES))
         self._task: asyncio.Task[None] | None = None
         self._is_wanted = False
+        self._is_stopped = False
+        self._has_filled = False
+        """Whether somebody asked for zeros now, who may not wait for them any more."""
 
     def start(self) -> None:
         """Begins to zero-fill never-written space while nothing else moves; goes on whenever volumes grow."""
@@ -71,8 +74,12 @@ class Prefill:
         self._pump()
 
     async def fill(self, index: int, *, up_to_bytes: int) -> None:
-        """Zero-fills what is free and was never written of a volume below `up_to_bytes`, now. Raises VolumeError."""
+        """Zero-fills what is free and was never written of a volume below `up_to_bytes`, now. Raises VolumeError, and WaitTimeout
+        once the zero-fill has ended."""
+        self._has_filled = True
         while (missing := min(up_to_bytes, self._space.size_bytes_of(index)) - self._space.written_bytes(index)) > 0:
+            if self._is_stopped:
+                raise WaitTimeout("the store closes")
             if any(stats.prefilling_bytes for stats in self._space.stats() if stats.volume == index):
                 await self._runner.behind(BACKGROUND_LANE)  # the task fills it, from the lowest range on
                 continue
@@ -100,7 +107,9 @@ class Prefill:
 
     async def stop(self) -> None:
         """Ends the zero-fill: on return no worker writes zeros any more."""
+        self._is_stopped = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._task is not None or self._has_filled:
             await self._runner.behind(BACKGROUND_LANE)  # its thread may still write a piece

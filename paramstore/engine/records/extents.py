@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Located
@@ -21,7 +22,7 @@ from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMism
 from paramstore.storage.volume.base import HasFile, Volume
 
 READS_FOR_SUMS_MAX = 1
-"""The most records that are read for their sums at once. Each has a buffer of about 3 MiB beside the host budget."""
+"""The most records of one volume that are read for their sums at once. Each has a buffer of about 3 MiB beside the host budget."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +44,8 @@ class Extents:
         self._leases: set[ExtentLease] = set()
         self.leased_count = 0
         """How many extents are leased, each as often as it is: each request asks."""
-        self._reading_for_sums = asyncio.Semaphore(READS_FOR_SUMS_MAX)
+        self._modes: WeakKeyDictionary[View, Mapping[int, str]] = WeakKeyDictionary()
+        self._reading_for_sums = {index: asyncio.Semaphore(READS_FOR_SUMS_MAX) for index in volumes}
 
     def begin(self, view: View, keys: Sequence[ExpertKey]) -> ExtentLease:
         """Pins the extents of the records that `view` sees of `keys`; `grant` says when they may be read, `end` unpins them.
@@ -76,12 +78,13 @@ class Extents:
         return lease
 
     async def grant(self, lease: ExtentLease, keys: Sequence[ExpertKey]) -> None:
-        """Finds the device sums of the lease's records, in order of its `keys`. Raises VolumeError, CorruptRecord; the lease stays
-        to be ended."""
+        """Finds the device sums of the lease's records, in order of its `keys`. Raises VolumeError, CorruptRecord, and what says
+        that the view was closed meanwhile; the lease stays to be ended."""
         namespace, sums = lease.view.namespace, self._transfers.sums
         for key, located in zip(keys, lease.located, strict=True):
             if sums.find(namespace.name, key, located) is None:
-                async with self._reading_for_sums:
+                async with self._reading_for_sums[located.extent.volume]:
+                    lease.view.check_open()
                     if sums.find(namespace.name, key, located) is None:  # nobody has read it meanwhile
                         await self._transfers.read_for_sums(namespace, key, located)
             found = sums.find(namespace.name, key, located)
@@ -97,6 +100,20 @@ class Extents:
                 self._transfers.space.pins.forget_lease(located.extent)
                 self._transfers.space.unpin(located.extent)
             planner.go_on([lease.view.namespace])
+
+    def note_modes(self, view: View, modes: Mapping[int, str]) -> None:
+        """Notes how the view's client has found extents of each volume to be read to its device."""
+        self._modes[view] = modes
+
+    def stats(self) -> dict[str, object]:
+        """How many extents are leased and may be, and by volume the words of clients that are there for how they are read."""
+        modes: dict[str, set[str]] = {}
+        for volume, word in (pair for view, said in self._modes.items() if not view.is_closed for pair in said.items()):
+            modes.setdefault(str(volume), set()).add(word)
+        return {
+            "leased": self.leased_count, "leases_max": self._extent_leases,
+            "modes": {volume: sorted(modes[volume]) for volume in sorted(modes)},
+        }  # fmt: skip
 
     def open_volume(self, index: int) -> int:
         """A new descriptor of the volume, read-only, which the caller closes. Raises VolumeError."""

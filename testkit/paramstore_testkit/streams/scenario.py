@@ -43,7 +43,7 @@ class PastHost:
         self.reader = self
         self._namespace = namespace
 
-    def lease(self, keys: Sequence[ExpertKey]) -> PastHost:
+    def lease(self, keys: Sequence[ExpertKey], timeout_s: float | None) -> PastHost:
         return self
 
     def __enter__(self) -> PastHost:

@@ -15,6 +15,10 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Q
 
 BLOCK, GROUP = 128, 32
 E4M3_MAX = 448.0
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""Magnitudes that four bits can have, by their lower three."""
+E2M1_LARGEST_EXPONENT, SCALE_BIAS = 2, 127
+MXFP4_NAMES = ("experts.gate_up_proj", "experts.down_proj")
 FILE = "model.safetensors"
 Tensors = dict[str, Tensor]
 
@@ -82,6 +86,35 @@ def fp8_quantization(layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def mxfp4_of(experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Matrices [E, columns, rows] in mxfp4, the nearest value each: blocks, scales, and the values that they stand for."""
+    rows = experts.float().transpose(1, 2)
+    groups = rows.reshape(*rows.shape[:2], -1, GROUP)
+    exponents = groups.abs().amax(3).clamp(min=2.0**-100).log2().floor() - E2M1_LARGEST_EXPONENT
+    scaled = groups / exponents.exp2()[..., None]
+    magnitudes = (scaled.abs()[..., None] - E2M1).abs().argmin(-1)
+    codes = (magnitudes | (scaled < 0).long() << 3).to(torch.uint8)
+    values = (E2M1[magnitudes] * scaled.sign() * exponents.exp2()[..., None]).flatten(2).transpose(1, 2)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponents + SCALE_BIAS).to(torch.uint8), values
+
+
+def to_mxfp4(tensors: Tensors) -> Tensors:
+    """A checkpoint's tensors with the experts' matrices in mxfp4."""
+    made: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.endswith(MXFP4_NAMES):
+            made[f"{name}_blocks"], made[f"{name}_scales"], _ = mxfp4_of(tensor)
+        else:
+            made[name] = tensor
+    return made
+
+
+def mxfp4_quantization() -> dict[str, Any]:
+    """What the configuration of a gpt-oss says whose experts are in mxfp4."""
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+
+
 def fp8_checkpoint(directory: Path, *, seed: int = 0) -> Path:
     """A Qwen3-MoE as Qwen3-FP8 is: every projection in fp8 with a scale for each 128 x 128."""
 
@@ -99,19 +132,15 @@ def mxfp4_checkpoint(directory: Path, *, seed: int = 0) -> Path:
     """A gpt-oss as the hub has it: experts in mxfp4, all else in bf16. The experts' values are drawn anew."""
 
     def quantize(tensors: Tensors) -> Tensors:
-        made: Tensors = {}
-        for name, tensor in tensors.items():
-            if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-                made[name] = tensor
-                continue
-            experts, columns, rows = tensor.shape
-            shape = experts, rows, columns // GROUP
-            made[f"{name}_blocks"] = torch.randint(256, (*shape, GROUP // 2), dtype=torch.uint8)
-            made[f"{name}_scales"] = torch.randint(119, 123, shape, dtype=torch.uint8)
+        made = to_mxfp4(tensors)
+        for name, tensor in made.items():
+            if name.endswith("_blocks"):
+                made[name] = torch.randint(256, tensor.shape, dtype=torch.uint8)
+            elif name.endswith("_scales"):
+                made[name] = torch.randint(119, 123, tensor.shape, dtype=torch.uint8)
         return made
 
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    return _checkpoint(directory, gpt_oss_config(), quantize, {"quant_method": "mxfp4", "modules_to_not_convert": kept}, seed=seed)
+    return _checkpoint(directory, gpt_oss_config(), quantize, mxfp4_quantization(), seed=seed)
 
 
 CHECKPOINTS: dict[str, Callable[..., Path]] = {"fp8": fp8_checkpoint, "mxfp4": mxfp4_checkpoint}

@@ -270,7 +270,7 @@ class FakeDaemon:
                 for segment in request.segments:
                     if segment in self.memory.segments:  # a client may say it twice
                         self.memory.drop(segment)
-            case m.DeviceReport():
+            case m.DeviceReport() | m.ExtentModes():
                 pass
             case m.BeginApply():  # answered when the apply ends
                 session.handles[request.handle].opened = request

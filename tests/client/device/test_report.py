@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ def test_every_volume_has_a_word_or_there_is_a_reason(tmp_path: Path, leases: in
         made = store.create_namespace("m", ps.param_schema({"w": ((8, 8), torch.float32)}), layers=1, experts=4)
         made.initialize(lambda _: {"w": torch.ones(8, 8)})
         made.commit(1).wait()
-        told = ps.device_report(store.open_namespace("m"))
+        reader = store.open_namespace("m")
+        told = ps.device_report(reader)
         assert told["device"] == "cpu"
         words, reasons = told["volumes"], told["reasons"]
         assert isinstance(words, dict)
@@ -33,6 +35,10 @@ def test_every_volume_has_a_word_or_there_is_a_reason(tmp_path: Path, leases: in
             assert set(words) == {0, 1} == set(reasons)
             assert set(words.values()) <= {"host", "kvikio compat"}
             assert all(reasons.values())
+            stats: Any = store.stats()["extents"]
+            assert stats == {"leased": 0, "leases_max": 4, "modes": {str(number): [str(word)] for number, word in words.items()}}
+            reader.close()
+            assert store.stats()["extents"]["modes"] == {}  # type: ignore[index]
         else:
             assert (words, "extent_leases" in reasons[None]) == ({}, True)
         with pytest.raises(ps.ConfigError, match="namespace"):

@@ -86,7 +86,8 @@ class FakeKvikio:
         self._path = path
         return self
 
-    def pread(self, target: Any, *, size: int, file_offset: int) -> FakeFuture:
+    def pread(self, target: Any, *, size: int, file_offset: int, task_size: int) -> FakeFuture:
+        assert task_size >= size, "a task that fails leaves others writing"
         with open(self._path, "rb") as file:
             assert os.preadv(file.fileno(), [target], file_offset) == size
         self.read_count += 1

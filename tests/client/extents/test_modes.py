@@ -26,7 +26,7 @@ DEVICE: Any = SimpleNamespace(type="cuda")
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has readers and images on the host, whatever device is named."""
     full = torch.full
-    monkeypatch.setattr(modes, "ExtentReader", lambda part, _, direct: ExtentReader(part, CPU, direct=direct))
+    monkeypatch.setattr(modes, "ExtentReader", lambda part, _, direct, warn: ExtentReader(part, CPU, direct=direct, warn=warn))
     monkeypatch.setattr(torch, "full", lambda shape, value, dtype, device: full(shape, value, dtype=dtype))
 
 
@@ -72,7 +72,9 @@ def test_only_the_drivers_count_tells_gds_from_cufiles_own_way(
 
 
 @pytest.mark.usefixtures("on_the_host")
-def test_what_cannot_be_opened_without_compatibility_is_kvikios_own_mode(reader: Namespace, fake_kvikio: Any) -> None:
+def test_what_cannot_be_opened_without_compatibility_is_kvikios_own_mode(
+    reader: Namespace, fake_kvikio: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     def make(must_be_gds: bool) -> VolumeReads:
         def refused(target: Any, _: int) -> int:
             raise RuntimeError("CUDA_ERROR_NO_DEVICE")
@@ -81,6 +83,7 @@ def test_what_cannot_be_opened_without_compatibility_is_kvikios_own_mode(reader:
 
     mode, reason = proven(reader, make, device=DEVICE, counts=(1, 2))
     assert (mode, "CUDA_ERROR_NO_DEVICE" in reason) == (Mode.KVIKIO_COMPAT, True)
+    assert "from here on" not in caplog.text, "who reads goes on by kvikio"
 
 
 def test_the_drivers_count_is_that_of_its_reads_that_were_done(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import paramstore_client as ps
 from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.extents import record_source
 from paramstore_client.extents.extent_reader import ExtentReader
 from paramstore_client.extents.volume_reads import KvikioReads
 from paramstore_client.namespace import Namespace, acquire_extents
@@ -85,7 +86,32 @@ def test_where_others_have_leased_all_extents_the_host_gives_the_bytes(
         with acquire_extents(other.open_namespace("m"), KEYS * 2), caplog.at_level(logging.WARNING):
             check(tier, reader, KEYS[:2])
             check(tier, reader, KEYS[2:])
-        assert caplog.text.count("come through the daemon's memory") == 1
+        assert caplog.text.count("comes through the daemon's memory") == 1
+
+
+def test_a_daemon_that_leases_fewer_than_a_visit_lacks_leases_them_in_parts(
+    daemon: DaemonProcess, reader: Namespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = loads(daemon)
+    with ps.connect(daemon.address) as other, ps.DeviceTier(reader, 4, device="cpu", reads="volumes") as tier:
+        with acquire_extents(other.open_namespace("m"), [KEYS[0]] * 7), caplog.at_level(logging.WARNING):  # one of eight is left
+            tier.acquire(KEYS).release()
+        assert (loads(daemon), caplog.text) == (before, "")
+        check(tier, reader, KEYS)
+
+
+def test_a_lease_that_does_not_come_in_time_is_the_hosts_affair(reader: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float | None] = []
+
+    def slow(reader: Namespace, keys: list[tuple[int, int]], *, timeout_s: float | None = None) -> object:
+        asked.append(timeout_s)
+        raise ps.WaitTimeout("the daemon reads for sums")
+
+    with ps.DeviceTier(reader, 2, device="cpu", reads="volumes") as tier:
+        monkeypatch.setattr(record_source, "acquire_extents", slow)
+        tier.acquire(KEYS[:2], timeout_s=7.0).release()
+        check(tier, reader, KEYS[:2])
+    assert set(asked) == {7.0}
 
 
 def test_what_has_no_extents_to_lease_is_refused_when_the_tier_is_made(daemon: DaemonProcess, reader: Namespace) -> None:

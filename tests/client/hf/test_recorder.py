@@ -88,7 +88,7 @@ def test_a_full_trace_takes_no_more_and_the_run_goes_on(
     store: ps.Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = model_of(store, "infer")
-    monkeypatch.setattr(log, "EVENTS_MAX", 3)
+    monkeypatch.setattr(log, "LOG_BYTES_MAX", 3 * log.EVENT_BYTES)
     with torch.no_grad(), ps.hf.recording(model) as recording:
         for _ in range(4):
             model(tokens())

@@ -10,7 +10,7 @@ import pytest
 from paramstore.core.location import Extent
 from paramstore.engine.capacity.prefill import PIECE_BYTES
 from paramstore.engine.transfers.runner import CPU_LANE
-from paramstore.errors import VolumeError
+from paramstore.errors import VolumeError, WaitTimeout
 from paramstore.testing.catalogs import MemoryCatalog
 from paramstore.testing.volumes import Fault, FaultyVolume, MemoryVolume
 from paramstore_testkit.stores.small_store import run, turns
@@ -160,6 +160,25 @@ class WatchfulVolume(MemoryVolume):
 
     def close(self) -> None:
         self.is_closed = True
+
+
+def test_who_fills_now_fills_no_more_once_the_set_is_closed() -> None:
+    async def scenario() -> None:
+        disk = WatchfulVolume(START + 20 * MIB)
+        shelf = Shelf(volumes=[disk], written_bytes=START)
+        shelf.workers.pause()
+        filling = asyncio.ensure_future(shelf.prefill.fill(0, up_to_bytes=START + 20 * MIB))
+        await turns(5)
+        closing = asyncio.ensure_future(shelf.set.close())
+        await turns(5)
+        shelf.workers.resume()
+        await closing
+        with pytest.raises(WaitTimeout, match="the store closes"):
+            await filling
+        assert disk.is_closed
+        assert disk.late == []
+
+    run(scenario())
 
 
 def test_a_volume_is_not_closed_under_a_fill_that_a_worker_has() -> None:

@@ -95,7 +95,7 @@ class Recording(TraceLog):
         tokens = dict(zip(experts, counts, strict=True))
         ordered = tuple(sorted(tokens))
         is_use = kind is TraceEventKind.ACQUIRE
-        self._events.append(TraceEvent(kind, layer, ordered, tuple(tokens[expert] for expert in ordered) if is_use else ()))
+        self._add([TraceEvent(kind, layer, ordered, tuple(tokens[expert] for expert in ordered) if is_use else ())])
 
     def _end_step(self) -> None:
         """Marks a step that has ended, if one has."""
