@@ -70,9 +70,10 @@ class ModelServer:
         if not getattr(opened.tokenizer, "chat_template", None):
             tell("the model has no chat template: /v1/completions alone answers")
         uvicorn = importlib.import_module("uvicorn")
-        config = uvicorn.Config(
-            self._app, log_level="warning", ws="none", limit_concurrency=REQUESTS_MAX, timeout_graceful_shutdown=SHUTDOWN_S
-        )
+        config = uvicorn.Config(  # uvloop waits for ever where an interrupt comes just before uvicorn takes signals over
+            self._app, log_level="warning", ws="none", loop="asyncio", lifespan="off", limit_concurrency=REQUESTS_MAX,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )  # fmt: skip
         server, generate = uvicorn.Server(config), opened.model.generate
 
         def generate_until_the_end(*given: Any, **named: Any) -> Any:

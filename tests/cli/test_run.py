@@ -361,7 +361,9 @@ def test_a_model_is_served_until_an_interrupt_and_what_is_in_the_way_is_told_bef
     heard: list[str] = []
     serve = server.ModelServer.serve
 
-    def serve_and_ask(self: server.ModelServer, opened: Any, listener: socket.socket, **named: Any) -> None:
+    def serve_and_ask(
+        self: server.ModelServer, opened: Any, listener: socket.socket, *, ready: Callable[[], object], **named: Any
+    ) -> None:
         def ask() -> None:
             try:
                 body = json.dumps({"prompt": "hello", "max_tokens": 6, "temperature": 0}).encode()
@@ -373,8 +375,7 @@ def test_a_model_is_served_until_an_interrupt_and_what_is_in_the_way_is_told_bef
                 interrupt()
 
         thread = threading.Thread(target=ask)
-        thread.start()
-        serve(self, opened, listener, **named)
+        serve(self, opened, listener, ready=lambda: (ready(), thread.start()), **named)
         thread.join(60)
 
     with monkeypatch.context() as patch:
