@@ -70,9 +70,10 @@ class FrameMaker:
         return self._plain(kind)
 
     def _limited(self, kind: Any, limits: Iterable[msgspec.Meta], depth: int) -> Any:
-        """A value that is not less than `limits` say, nor shorter."""
+        """A value that is not less than `limits` say, and neither shorter nor longer."""
         value = self._value(kind, depth)
         for limit in limits:
+            value = value if limit.max_length is None else value[: limit.max_length]
             while limit.min_length is not None and len(value) < limit.min_length:
                 value = self._value(kind, depth)
             value = value if limit.ge is None or value >= limit.ge else limit.ge  # NaN is not
