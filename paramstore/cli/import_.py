@@ -90,12 +90,7 @@ def import_checkpoint(
             with bar("import") as report:
                 result = run(path, opened, model, progress=report, resume=not restart, heat=trace)
         except BaseException as error:
-            if told() is not None:  # an interrupt, whatever exception it has become on its way here
-                way_on = "keeps what is there, and the same command goes on from it"
-                sys.stderr.write(f"paramstore: interrupted; {namespace!r} {way_on}\n")
-            elif isinstance(error, StoreUnavailable):  # its own advice is for programs
-                way_on = "keeps what was saved, and once a daemon serves it again the same command goes on from it"
-                sys.stderr.write(f"paramstore: {namespace!r} {way_on}\n")
+            _tell_way_on(error, namespace)
             raise
     if as_json:
         sys.stdout.write(json.dumps({"namespace": namespace, **asdict(result)}, indent=2) + "\n")
@@ -105,3 +100,13 @@ def import_checkpoint(
             f"{namespace}: {result.records} experts imported{before}; committed as step {result.step}, {result.bytes_read} bytes "
             f"read in {result.seconds:.1f} s\n"
         )
+
+
+def _tell_way_on(error: BaseException, namespace: str) -> None:
+    """Says what becomes of an import that an interrupt has ended, or the end of the daemon."""
+    if told() is not None:  # an interrupt, whatever exception it has become on its way here
+        way_on = "keeps what is there, and the same command goes on from it"
+        sys.stderr.write(f"paramstore: interrupted; {namespace!r} {way_on}\n")
+    elif isinstance(error, StoreUnavailable):  # its own advice is for programs
+        way_on = "keeps what was saved, and once a daemon serves it again the same command goes on from it"
+        sys.stderr.write(f"paramstore: {namespace!r} {way_on}\n")

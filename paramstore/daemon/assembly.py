@@ -238,8 +238,7 @@ def connect(
         raise CatalogError("the store has no volume")
     recovered = open_store(contents, volumes, retained_steps=config.retained_steps)
     planner = Planner(recovered.space, config.retention, reader_slots=config.reader_slots)
-    clock, hashing = MonotonicClock(), Hashing(at_once=max(1, core_count() // 2))
-    buffers = Buffers()
+    buffers, clock, hashing = Buffers(), MonotonicClock(), Hashing(at_once=max(1, core_count() // 2))
     transfers = Transfers(
         planner, runner, volumes, buffers, store_uuid=contents.store_uuid, piece_bytes=config.piece_bytes, hashing=hashing,
         log=TransferLog(clock), sums=DeviceSums(is_kept=config.extent_leases > 0),

@@ -19,7 +19,7 @@ class VolumeFile:
         return f"/proc/self/fd/{self.fd}"
 
     def opened_direct(self) -> VolumeFile | None:
-        """The same file opened once more, past the page cache; None where its file system refuses that."""
+        """Opens the file once more, past the page cache; None where its file system refuses that."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError:

@@ -114,13 +114,16 @@ def export_checkpoint(
         shards.publish()
         files += plan.filename_to_tensors
         if plan.is_sharded:
-            metadata = {**_parameter_count(model, everything, names), **plan.metadata}
-            index = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
             files.append(INDEX)
-            _write_text(target / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+            _write_index(target, plan.tensor_to_filename, {**_parameter_count(model, everything, names), **plan.metadata})
         flush_directory(target)
         seconds = clock.now_s() - started_s
         return Exported(target, view.view_step, len(view.keys()), tuple(sorted(files)), shards.bytes_written, seconds)
+
+
+def _write_index(target: Path, weight_map: Mapping[str, str], metadata: Mapping[str, object]) -> None:
+    index = {"metadata": metadata, "weight_map": weight_map}
+    _write_text(target / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _check_named(source: Namespace, dense: Checkpoint | None) -> None:
