@@ -115,5 +115,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where the checkpoint goes; it must not exist")
     parser.add_argument("--format", choices=("bf16", "fp8", "mxfp4"), default="bf16", help="what its experts are stored as")
-    parser.add_argument("--steps", type=int, default=150, help="how many to train")
+    parser.add_argument("--steps", type=int, default=250, help="how many to train")
     sys.exit(main(parser.parse_args()))
