@@ -4,14 +4,16 @@ what it would serve if the hottest records that fit lay there, and beside record
 `python bench/bench_heat.py [--quick] [--dir DIR] [--out FILE]`. The slower volume is one whose reads the daemon holds back
 (`paramstore_bench/guesses/slow_volume.py`); it measures that by itself. The first half of the trace says what is hot: as the file
 that an import is given, or as use in training, with a commit every few tokens. The second half is read with a quarter of the
-experts resident. "The hottest" are so by what was known then; beside them stands who knew the second half. Counts only: load on the
-machine changes nothing, unless it hides that a volume is slower, which ends the run. Writes bench/results/heat-<date>.json.
+experts resident. "The hottest" are so by what was known then; beside them stands what no placement can exceed, the records that the
+second half reads most. Counts only: load on the machine changes nothing, unless it hides that a volume is slower, which ends the
+run. Writes bench/results/heat-<date>.json.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,19 +46,20 @@ SETTINGS: dict[str, object] = {"retained_steps": RETAINED_STEPS, "held_steps": 0
 QUICK_USES = 12_000
 
 Heat = dict[ExpertKey, float]
-Give = Callable[[ps.Namespace, Trace], Heat]
-"""Gives a namespace its first step, and whatever more the trace does to it; returns how hot its records are then."""
+Give = Callable[[ps.Namespace, Trace], tuple[Heat, Collection[ExpertKey]]]
+"""Gives a namespace its first step, and whatever more the trace does to it; returns how hot its records are then, and which of them
+the newest commit changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
     """Reads of one replay. hottest: those of the hottest records that fit on the faster volume, by the heat that was known;
-    foreseen: by the leases of the replay itself."""
+    most_read: those of the records that the replay itself reads most."""
 
     reads: int
     fast_reads: int
     hottest: int
-    foreseen: int
+    most_read: int
     resident: float
     classes: tuple[int, int]
 
@@ -110,7 +113,7 @@ def row_of(case: str, schema: Schema, alike: Counted, apart: Counted) -> Row:
             record_bytes=schema.record_bytes, against="the hottest that fit", limit=best, ratio=value / best,
             target=Target("ratio", ">=", TARGET),
             parts={
-                "by_free_share": alike.fast_reads / alike.reads, "with_foresight": apart.foreseen / apart.reads,
+                "by_free_share": alike.fast_reads / alike.reads, "most_read": apart.most_read / apart.reads,
                 "reads": apart.reads, "resident_share": apart.resident,
             },
         )
@@ -127,19 +130,33 @@ def count(directory: Path, schema: Schema, give: Give, first: Trace, second: Tra
         segments = round(RESIDENT * len(keys) * image_bytes / SEGMENT_ALIGNMENT_BYTES)
         share = SEGMENT_ALIGNMENT_BYTES * (segments + 2 * schema.is_trainable)  # working slots, and staging
         with service.store.create_namespace("moe", schema, layers=keys.layers, experts=keys.experts, host_bytes=share) as made:
-            copies = RETAINED_STEPS + 1 if schema.is_trainable else 1
-            fitting = int(service.stats()["volumes"][FAST]["free_bytes"]) // (copies * schema.record_bytes)
-            heat = give(made, first)
+            extents = int(service.stats()["volumes"][FAST]["free_bytes"]) // schema.record_bytes
+            heat, changed = give(made, first)
             made.evict().wait()
-            return replayed(service, made, second, hottest(heat, fitting), fitting)
+            return replayed(service, made, second, heat, Room(extents, changed))
 
 
-def hottest(heat: Heat, count: int) -> frozenset[ExpertKey]:
-    return frozenset(sorted(heat, key=heat.__getitem__, reverse=True)[:count])
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The faster volume's extents. changed: records that each commit changes: such a one has an extent for each retained step, and
+    one for the next before the oldest is free; the others have one."""
+
+    extents: int
+    changed: Collection[ExpertKey]
+
+    def hottest(self, heat: Mapping[ExpertKey, float]) -> Collection[ExpertKey]:
+        """The hottest records that fit there."""
+        found, taken = set[ExpertKey](), 0
+        for key in sorted(heat, key=heat.__getitem__, reverse=True):
+            taken += RETAINED_STEPS + 1 if key in self.changed else 1
+            if taken > self.extents:
+                break
+            found.add(key)
+        return found
 
 
-def replayed(service: Service, made: ps.Namespace, trace: Trace, hot: frozenset[ExpertKey], fitting: int) -> Counted:
-    """Leases what the trace leases. hot: the hottest records that fit on the faster volume, by what is known."""
+def replayed(service: Service, made: ps.Namespace, trace: Trace, heat: Heat, room: Room) -> Counted:
+    """Leases what the trace leases. heat: what is known of it."""
     before = service.stats()["volumes"]
     service.store.trace_begin()
     loaded: list[ExpertKey] = []
@@ -153,11 +170,11 @@ def replayed(service: Service, made: ps.Namespace, trace: Trace, hot: frozenset[
     reads = {index: int(after["volumes"][index]["reads"]) - int(before[index]["reads"]) for index in (SLOW, FAST)}
     if sum(reads.values()) != len(loaded):
         raise StepMismatch(f"{sum(reads.values())} reads, and {len(loaded)} loads that the daemon told of")
-    foreseen = hottest(heat_of(trace, trace.header.space, namespace=made.name), fitting)
     slots = int(after["namespaces"]["moe"]["param"]["slots"])
     classes = tuple(int(after["volumes"][index]["speed_class"]) for index in (SLOW, FAST))
+    hottest, most_read = room.hottest(heat), room.hottest(Counter(loaded))
     return Counted(
-        sum(reads.values()), reads[FAST], sum(key in hot for key in loaded), sum(key in foreseen for key in loaded),
+        sum(reads.values()), reads[FAST], sum(key in hottest for key in loaded), sum(key in most_read for key in loaded),
         slots / len(trace.header.space), (classes[0], classes[1]),
     )  # fmt: skip
 
@@ -171,22 +188,23 @@ def leases(trace: Trace) -> Iterator[Sequence[ExpertKey]]:
     return (event.keys for event in trace.events if event.kind is TraceEventKind.ACQUIRE and event.experts)
 
 
-def imported(made: ps.Namespace, first: Trace) -> Heat:
+def imported(made: ps.Namespace, first: Trace) -> tuple[Heat, Collection[ExpertKey]]:
     value = {"w": torch.zeros(SHAPE)}
     with made.begin_initialize(heat=first) as initialization:
         for key in initialization.missing:
             initialization.put(key, value)
         initialization.end()
     made.commit(0).wait()
-    return heat_of(first, first.header.space, namespace=made.name)
+    return heat_of(first, first.header.space, namespace=made.name), ()
 
 
-def trained(made: ps.Namespace, first: Trace) -> Heat:
+def trained(made: ps.Namespace, first: Trace) -> tuple[Heat, Collection[ExpertKey]]:
     """Trains what the trace leases: gradients of what COMMIT_TOKENS tokens used, one apply and one commit."""
     value = {"w": torch.zeros(SHAPE)}
     made.initialize(lambda _: value)
     made.commit(0).wait()
-    used: set[ExpertKey] = set()
+    used = set[ExpertKey]()
+    changed: Collection[ExpertKey] = ()
     tokens = 0
     for event in first.events:
         if event.kind is TraceEventKind.ACQUIRE and event.experts:
@@ -196,10 +214,11 @@ def trained(made: ps.Namespace, first: Trace) -> Heat:
             tokens += 1
             if tokens % COMMIT_TOKENS == 0:
                 train(made, used, tokens)
-                used.clear()
+                changed, used = used, set()
     if used:
         train(made, used, tokens)
-    return dict(zip(made.keys(), made.residency()["heat"], strict=True))
+        changed = used
+    return dict(zip(made.keys(), made.residency()["heat"], strict=True)), changed
 
 
 def train(made: ps.Namespace, used: Collection[ExpertKey], step: int) -> None:

@@ -2,9 +2,11 @@
 
 The records are ranked by their heat, equals by their keys. As many of the hottest as fit go to the fastest class of volumes, as
 many of the next to the next class, and the others to the slowest. Records that are not used at all prefer no class while faster
-ones have room beyond all that are used, else the slowest. Given numbers are ranked once, all of them. What a policy counts changes
-all the time: of a large namespace some records are ranked for all, so that about as many records as one of these stands for may be
-off at the border of two classes.
+ones have room beyond all that are used, else the slowest. Given numbers are ranked once, all of them.
+
+What a policy counts changes all the time: of a large namespace some records are ranked for all, so that about as many records as
+one of these stands for may be off at the border of two classes. The hottest, which the policy keeps in memory, are read from a
+volume least: as many of them as memory has slots come after all others that are used.
 """
 
 from __future__ import annotations
@@ -29,27 +31,32 @@ HOTTEST = (1 << 8 * HEAT_BYTES) - 1
 """The packed heat of the hottest record."""
 
 Rank = tuple[float, int, int]
-EVERY_USED: Rank = (0.0, 0, 0)
-"""A rank below that of each record that is used at all."""
+Order = tuple[bool, float, int, int]
+"""Whether a record is read from a volume, as it does not stand in memory, and its rank."""
+EVERY_USED: Order = (False, 0.0, 0, 0)
+"""A place below that of each record that is used at all."""
 Heat = Callable[[ExpertKey], float]
 """How much a record is used, 0 for not at all; comparable within one namespace."""
+Copies = Callable[[ExpertKey], int]
+"""How many copies of a record lie on volumes: of each step at which it has other bytes, one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The least rank of each speed class but the slowest, falling; None for a class that takes nothing. unused: the class of
-    records that are not used, None for any."""
+    """The least place of each speed class but the slowest, falling; None for a class that takes nothing. unused: the class of
+    records that are not used, None for any. standing: the least rank of those that stand in memory; None if there are none."""
 
-    least: tuple[Rank | None, ...]
+    least: tuple[Order | None, ...]
     unused: int | None
+    standing: Rank | None
 
     def class_of(self, key: ExpertKey, heat: float) -> int | None:
         """The speed class that the record's next extent should be of; None for any."""
         if not heat > 0.0:
             return self.unused
-        rank = _rank(key, heat)
+        place = _place(_rank(key, heat), self.standing)
         for speed_class, least in enumerate(self.least):
-            if least is not None and rank >= least:
+            if least is not None and place >= least:
                 return speed_class
         return len(self.least)
 
@@ -70,33 +77,42 @@ class GivenHeat:
         return cls(heats, sorted((_rank(key, heat) for key, heat in heats.items() if heat > 0.0), reverse=True))
 
     def ranking(self, fitting: Sequence[int]) -> Ranking:
-        """Ranks exactly. fitting: as for `rank_records`."""
-        return _ranking(self.ranks, fitting, each=1)
+        """Ranks exactly. fitting: how many of the records fit each speed class, the fastest first."""
+        return _ranking([(True, *rank) for rank in self.ranks], fitting, each=1, standing=None)
 
 
 NO_HEAT = GivenHeat({}, ())
 
 
-def rank_records(keys: KeySpace, heat: Heat, fitting: Sequence[int]) -> Ranking:
-    """Ranks the records of a namespace. fitting: how many of them fit each speed class, the fastest first."""
+def rank_records(keys: KeySpace, heat: Heat, fitting: Sequence[int], *, copies: Copies, standing: int) -> Ranking:
+    """Ranks the records of a namespace. fitting: how many copies of records fit each speed class, the fastest first; standing: how
+    many of the hottest stand in memory."""
     sample = list(_sample(keys))
+    each = len(keys) / len(sample)
     ranks = sorted((_rank(key, found) for key in sample if (found := heat(key)) > 0.0), reverse=True)
-    return _ranking(ranks, fitting, each=len(keys) / len(sample))
+    count = min(int(standing / each), len(ranks))
+    least = ranks[count - 1] if count else None
+    places = [_place(rank, least) for rank in ranks for _ in range(copies((-rank[1], -rank[2])))]
+    return _ranking(sorted(places, reverse=True), fitting, each=each, standing=least)
 
 
-def _ranking(ranks: Sequence[Rank], fitting: Sequence[int], *, each: float) -> Ranking:
-    """Gives the classes their least ranks. each: how many records one of `ranks` stands for."""
-    least: list[Rank | None] = []
-    fit, place = 0, 0
+def _ranking(places: Sequence[Order], fitting: Sequence[int], *, each: float, standing: Rank | None) -> Ranking:
+    """Gives the classes their least places. each: how many one of `places` stands for."""
+    least: list[Order | None] = []
+    fit, end = 0, 0
     for count in fitting[:-1]:
         fit += count
-        if not count or place > len(ranks):
+        if not count or end > len(places):
             least.append(None)
             continue
-        place = max(place + 1, int(fit / each))  # a class that is smaller than what one record stands for takes some
-        least.append(ranks[place - 1] if place <= len(ranks) else EVERY_USED)
-    has_room = not ranks or fit > len(ranks) * each
-    return Ranking(tuple(least), unused=None if has_room else len(least))
+        end = max(end + 1, int(fit / each))  # a class that is smaller than what one record stands for takes some
+        least.append(places[end - 1] if end <= len(places) else EVERY_USED)
+    has_room = not places or fit > len(places) * each
+    return Ranking(tuple(least), unused=None if has_room else len(least), standing=standing)
+
+
+def _place(rank: Rank, standing: Rank | None) -> Order:
+    return standing is None or rank < standing, *rank
 
 
 def _rank(key: ExpertKey, heat: float) -> Rank:

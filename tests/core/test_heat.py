@@ -19,7 +19,7 @@ SCHEMA = Schema.param({"w": ((4,), "float32")})
 
 def classes(heat: dict[ExpertKey, float], fitting: list[int], keys: KeySpace = KEYS) -> dict[ExpertKey, int | None]:
     """As a policy's counts are ranked; given numbers are ranked the same where they are few."""
-    ranking = rank_records(keys, lambda key: heat.get(key, 0.0), fitting)
+    ranking = rank_records(keys, lambda key: heat.get(key, 0.0), fitting, copies=lambda _: 1, standing=0)
     assert len(keys) > SAMPLE_KEYS or ranking == GivenHeat.of(heat).ranking(fitting)
     return {key: ranking.class_of(key, heat.get(key, 0.0)) for key in keys}
 
@@ -39,10 +39,29 @@ def test_as_many_of_the_hottest_go_to_the_fastest_class_as_fit() -> None:
         fitting = [draw.randint(0, 10) for _ in range(3)]
         found = classes(heat, fitting)
         used = sorted((key for key in KEYS if heat[key]), key=lambda key: (-heat[key], key))
-        first, second = used[: fitting[0]], used[fitting[0] : fitting[0] + fitting[1]]
-        unused = None if fitting[0] + fitting[1] > len(used) else 2
-        expected = {key: 0 if key in first else 1 if key in second else 2 if heat[key] else unused for key in KEYS}
-        assert found == expected, f"seed {seed}"
+        assert found == expected_classes(used, heat, fitting), f"seed {seed}"
+
+
+def test_what_stands_in_memory_comes_last_and_a_record_takes_the_room_of_its_copies() -> None:
+    seed = random.randrange(1 << 30)
+    draw = random.Random(seed)
+    for _ in range(50):
+        heat = {key: draw.choice([0.0, draw.random()]) for key in KEYS}
+        heat[0, 0] = 1.0
+        copies, standing = {key: draw.randint(1, 3) for key in KEYS}, draw.randint(0, len(KEYS))
+        fitting = [draw.randint(0, 16) for _ in range(3)]
+        ranking = rank_records(KEYS, heat.__getitem__, fitting, copies=copies.__getitem__, standing=standing)
+        hottest = sorted((key for key in KEYS if heat[key]), key=lambda key: (-heat[key], key))
+        taken = [key for key in [*hottest[standing:], *hottest[:standing]] for _ in range(copies[key])]
+        found = {key: ranking.class_of(key, heat[key]) for key in KEYS}
+        assert found == expected_classes(taken, heat, fitting), f"seed {seed}"
+
+
+def expected_classes(taken: list[ExpertKey], heat: dict[ExpertKey, float], fitting: list[int]) -> dict[ExpertKey, int | None]:
+    """taken: the records that are used, in the order in which they take room, each as often as it takes any."""
+    first, second = taken[: fitting[0]], taken[fitting[0] : fitting[0] + fitting[1]]
+    unused = None if fitting[0] + fitting[1] > len(taken) else 2
+    return {key: 0 if key in first else 1 if key in second else 2 if heat[key] else unused for key in KEYS}
 
 
 def test_records_that_are_not_used_prefer_no_class_while_a_faster_one_has_room_beyond_those_that_are() -> None:
@@ -85,9 +104,21 @@ def test_a_large_namespace_is_judged_by_a_sample_that_is_nearly_right() -> None:
     assert 3500 < hot < 4500
 
 
+def test_of_a_sample_too_the_hottest_come_last_as_far_as_they_stand_in_memory() -> None:
+    keys = KeySpace.of(64, 256)
+    draw = random.Random(7)
+    heat = {key: draw.random() for key in keys}
+    ranking = rank_records(keys, heat.__getitem__, [4000, 99_999], copies=lambda _: 2, standing=4000)
+    found = {key for key in keys if ranking.class_of(key, heat[key]) == 0}
+    places = {key: place for place, key in enumerate(sorted(keys, key=heat.__getitem__, reverse=True))}
+    assert 1700 < len(found) < 2300
+    assert min(map(places.__getitem__, found)) > 3500
+    assert max(map(places.__getitem__, found)) < 6500
+
+
 def test_a_sample_looks_at_every_layer_and_at_all_experts_alike() -> None:
     keys, seen = KeySpace.of(512, 256), list[ExpertKey]()
-    rank_records(keys, lambda key: seen.append(key) or 1.0, [1, 1])  # type: ignore[func-returns-value]
+    rank_records(keys, lambda key: seen.append(key) or 1.0, [1, 1], copies=lambda _: 1, standing=0)  # type: ignore[func-returns-value]
     assert len(set(seen)) == len(seen) == SAMPLE_KEYS
     assert max(b - a for a, b in pairwise(sorted({layer for layer, _ in seen}))) <= 2
     assert len({expert for _, expert in seen}) > 200

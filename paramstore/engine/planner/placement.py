@@ -1,9 +1,9 @@
 """Decides on which class of volumes a record's next extent should lie: the hottest records on the fastest ones.
 
-A record of which older steps are retained takes as many extents as there are steps, and one more; so many count for each when it
-is asked how many fit a class. Until its end an initialization goes by the heat that came with it, everything later by what the
-policy of the namespace's `param` arena counts, if it counts uses of what it does not hold too. Where the volumes are of one class
-nothing is looked at.
+What fits a class is counted in extents: a record takes those that it holds, one for each retained step that changed it, and the
+next one's if the newest step did. Until its end an initialization goes by the heat that came with it, and each record of a trained
+namespace takes as many as steps are retained, and one more; everything later goes by what the policy of the namespace's `param`
+arena counts, if it counts uses of what it does not hold too. Where the volumes are of one class nothing is looked at.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class _Standing:
 
 @dataclass(slots=True)
 class _Given:
-    """The heat that an initialization came with, and how many of the keys that have any were not asked for yet."""
+    """The heat that an initialization came with, and the keys that have any and were not asked for yet."""
 
     heat: GivenHeat
-    to_come: int
+    to_come: set[ExpertKey]
 
 
 class Placement:
@@ -50,7 +50,7 @@ class Placement:
         """Notes how much the records are to be used of which values come now; empty if nobody knows."""
         self.end_initialization(namespace)
         working = namespace.residency.working
-        self._given[namespace.name] = _Given(heat, sum(working[key].identity is None for key in heat.heats))
+        self._given[namespace.name] = _Given(heat, {key for key in heat.heats if working[key].identity is None})
 
     def end_initialization(self, namespace: NamespaceState) -> None:
         """Forgets the heat that it came with."""
@@ -65,8 +65,7 @@ class Placement:
             return [None] * len(keys)
         standing = self._standings.get(namespace.name)
         if standing is None or standing.extents_left <= 0:
-            fitting = self._fitting(namespace)
-            ranking = rank_records(namespace.keys, heat, fitting) if given is None else given.heat.ranking(fitting)
+            ranking = self._ranking(namespace, heat, given)
             standing = self._standings[namespace.name] = _Standing(ranking, RANKED_FOR)
         standing.extents_left -= len(keys)
         classes = [standing.ranking.class_of(key, heat(key)) for key in keys]
@@ -78,9 +77,9 @@ class Placement:
         """Keeps unused records from the room that used ones of the same initialization still need of the faster classes."""
         if not given.heat.ranks:
             return list(classes)
-        given.to_come = max(0, given.to_come - sum(given.heat.heat(key) > 0.0 for key in keys))
+        given.to_come.difference_update(keys)
         free_bytes = sum(map(self._space.free_bytes_of, self._space.preference.faster_volumes))
-        spare = free_bytes // namespace.schema.record_bytes - given.to_come
+        spare = free_bytes // namespace.schema.record_bytes - len(given.to_come)
         slowest = self._space.preference.class_count - 1
         found: list[int | None] = []
         for speed_class in classes:
@@ -89,10 +88,20 @@ class Placement:
             spare -= is_unused
         return found
 
-    def _fitting(self, namespace: NamespaceState) -> list[int]:
-        """How many of the namespace's records fit its share of each speed class."""
-        copies = self._retention.retained_steps + 1 if namespace.is_trainable() else 1
-        return [share // (copies * namespace.schema.record_bytes) for share in self._space.share_bytes(namespace.name)]
+    def _ranking(self, namespace: NamespaceState, heat: Heat, given: _Given | None) -> Ranking:
+        """Ranks the records by what fits the namespace's share of each speed class."""
+        most = self._retention.retained_steps + 1 if namespace.is_trainable() else 1
+        extents = [share // namespace.schema.record_bytes for share in self._space.share_bytes(namespace.name)]
+        if given is not None:
+            return given.heat.ranking([count // most for count in extents])
+        ledger = namespace.steps.ledger
+        newest = ledger.committed_step
+
+        def copies(key: ExpertKey) -> int:
+            changes = ledger.changes_of(key)
+            return max(1, min(len(changes) + (newest in changes[-1:]), most))
+
+        return rank_records(namespace.keys, heat, extents, copies=copies, standing=namespace.memory.param.planned_slots)
 
 
 def _counted(namespace: NamespaceState) -> Heat | None:

@@ -125,6 +125,10 @@ class Ledger:
         """Keys with more than one row. The others have the same record at every step that is there."""
         return self._layered
 
+    def changes_of(self, key: ExpertKey) -> list[int]:
+        """Steps at which the records of `key` that lie on volumes came into force, oldest first."""
+        return [row.first_step for row in self._contents.rows.get(key, ())]
+
     def changed_at(self, step: int) -> dict[ExpertKey, Located]:
         """The records that `step` changed and that are still there."""
         return {key: row.located for key, row in self._all_rows() if row.first_step == step}

@@ -57,12 +57,28 @@ def test_where_all_volumes_are_alike_no_class_is_preferred() -> None:
     assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
 
 
-@pytest.mark.parametrize(("fast", "expected"), [(3, [7]), (6, [6, 7]), (9, [5, 6, 7]), (99, [1, 2, 3, 4, 5, 6, 7]), (2, [])])
-def test_each_retained_step_and_one_more_of_the_hottest_fit(fast: int, expected: list[int]) -> None:
-    made = small(fast=fast)
+def test_a_record_that_the_newest_step_changed_takes_its_extents_and_the_next_one_s() -> None:
+    made = small(fast=6)
     use(made, range(KEYS))
+    assert hot(made) == [5, 6, 7], "all are new: two extents each"
+    made.update(made.keys[7])
+    made.commit(1)
     made.planner.working.placement = Placement(made.space, Retention(retained_steps=2))
-    assert hot(made) == expected
+    assert hot(made) == [4, 5, 6, 7], "three extents for the hottest, one for each other"
+
+
+def test_a_record_takes_one_extent_more_than_there_are_retained_steps_at_most() -> None:
+    made = small(fast=6)
+    made.planner.working.placement = Placement(made.space, Retention(retained_steps=0))
+    use(made, range(KEYS))
+    assert hot(made) == [2, 3, 4, 5, 6, 7]
+
+
+def test_as_many_of_the_hottest_as_the_param_arena_has_slots_come_last() -> None:
+    made = small(PARAM)
+    use(made, range(KEYS))
+    made.param_arena.planned_slots = 3
+    assert hot(made) == [2, 3, 4]
 
 
 def test_records_for_inference_are_there_once() -> None:
@@ -137,6 +153,14 @@ def test_records_without_heat_go_to_the_slow_class_where_hot_ones_leave_no_room(
     assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [1] * 6 + [0] * 2
 
 
+def test_a_hot_record_that_is_asked_for_twice_counts_once() -> None:
+    made = small(PARAM, fast=1, is_committed=False)
+    made.planner.begin_initialization(made.namespace, GivenHeat.of({(0, 6): 1.0, (0, 7): 2.0}))
+    hot(made, [(0, 7)])
+    hot(made, [(0, 7)])
+    assert made.planner.working.placement.speed_classes(made.namespace, made.keys[:1]) == [1], "(0, 6) is to come"
+
+
 def test_what_came_with_an_initialization_is_forgotten_at_its_end_and_at_a_rollback() -> None:
     for is_ended in (True, False):
         made = small(PARAM, is_committed=False)
@@ -153,7 +177,7 @@ def test_what_came_with_an_initialization_is_forgotten_at_its_end_and_at_a_rollb
 
 
 def test_an_apply_reserves_by_heat() -> None:
-    made = small(fast=6)  # two records, with two retained steps
+    made = small(fast=4)  # two records and their next step
     use(made, range(KEYS))
     made.planner.reserve_extents(made.namespace, made.keys[4:])
     found = [made.namespace.residency.working[key].reserved for key in made.keys[4:]]
