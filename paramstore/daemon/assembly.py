@@ -286,11 +286,11 @@ def connect(
 
 
 def _service(store: Store, scrubber: Scrubber, patrol: Patrol, volumes: Mapping[int, Volume]) -> Service:
-    directory, store_uuid = store.config.dir, store.store_uuid
+    config, store_uuid = store.config, store.store_uuid
     return Service(
-        store, scrubber, patrol, Warmth(directory, store.namespaces, store_uuid=store_uuid),
-        Extents(store.transfers, volumes, extent_leases=store.config.extent_leases),
-        SumsFile(directory, store.transfers.sums, store_uuid=store_uuid),
+        store, scrubber, patrol, Warmth(config.dir, store.namespaces, store_uuid=store_uuid),
+        Extents(store.transfers, volumes, extent_leases=config.extent_leases, wait_timeout_s=config.wait_timeout_s),
+        SumsFile(config.dir, store.transfers.sums, store_uuid=store_uuid),
     )  # fmt: skip
 
 

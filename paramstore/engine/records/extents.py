@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Located
 from paramstore.engine.tables.namespace import View
+from paramstore.engine.transfers.runner import until_woken
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import CapacityError, ConfigError, LeaseError, SchemaMismatch, StepDropped, VolumeError
 from paramstore.storage.volume.base import HasFile, Volume
@@ -37,10 +38,13 @@ class ExtentLease:
 class Extents:
     """Owner of all leases of extents. extent_leases: the most extents that may be leased at once."""
 
-    def __init__(self, transfers: Transfers, volumes: Mapping[int, Volume], *, extent_leases: int) -> None:
+    def __init__(
+        self, transfers: Transfers, volumes: Mapping[int, Volume], *, extent_leases: int, wait_timeout_s: float
+    ) -> None:
         self._transfers = transfers
         self._volumes = volumes
         self._extent_leases = extent_leases
+        self._wait_timeout_s = wait_timeout_s
         self._leases: set[ExtentLease] = set()
         self.leased_count = 0
         """How many extents are leased, each as often as it is: each request asks."""
@@ -78,8 +82,18 @@ class Extents:
         return lease
 
     async def grant(self, lease: ExtentLease, keys: Sequence[ExpertKey]) -> None:
-        """Finds the device sums of the lease's records, in order of its `keys`. Raises VolumeError, CorruptRecord, and what says
-        that the view was closed meanwhile; the lease stays to be ended."""
+        """Finds the device sums of the lease's records, in order of its `keys`. Raises VolumeError, CorruptRecord, WaitTimeout, and
+        what says that the view was closed meanwhile; the lease stays to be ended."""
+        finding = asyncio.ensure_future(self._find_sums(lease, keys))
+        try:
+            what = f"device sums of {len(keys)} records of {lease.view.namespace.name!r}"
+            await until_woken(finding, self._transfers.runner, stall_s=self._wait_timeout_s, what=what)
+        finally:
+            finding.cancel()  # what a worker reads ends all the same, and nobody looks at it
+            await asyncio.wait([finding])
+        finding.result()
+
+    async def _find_sums(self, lease: ExtentLease, keys: Sequence[ExpertKey]) -> None:
         namespace, sums = lease.view.namespace, self._transfers.sums
         for key, located in zip(keys, lease.located, strict=True):
             if sums.find(namespace.name, key, located) is None:
