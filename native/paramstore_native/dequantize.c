@@ -2,20 +2,54 @@
  * (products in fp32, rounded to bf16), and mxfp4 (OCP Microscaling Formats 1.0: 32 values of e2m1 share an exponent of e8m0).
  *
  * Loops are written so that compilers make vectors of them: bits are computed, not looked up. Blocks of fp8 whose columns are whole
- * vectors go through x86's own conversion of half precision, where there is one: 2.6 times as fast as the loop. */
+ * vectors go through x86's own conversion of half precision, where there is one: 2.6 times as fast as the loop.
+ *
+ * Tiles of rows are shared by the threads of the OpenMP that torch computes with, where the process has loaded it: threads of our
+ * own would wait for cores on which those spin. */
 
 #if defined(__AVX2__) && defined(__F16C__)
 #include <immintrin.h>
 #endif
 #include <math.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* Rows of mxfp4 that are turned into columns together. */
+/* Rows that one thread makes at a time; of mxfp4, those that are turned into columns together. */
 enum { TILE = 32, GROUP_BYTES = 16, GROUP = 2 * GROUP_BYTES };
+
+/* The entry of libgomp and of what stands in for it; null where none was loaded for all to see. */
+extern void GOMP_parallel(void (*work)(void *), void *job, unsigned threads, unsigned flags) __attribute__((weak));
+
+typedef struct Job {
+    void (*make)(const struct Job *job, size_t first, size_t count);
+    const uint8_t *from;
+    const void *scales;
+    uint16_t *out;
+    size_t rows, cols, block_rows, block_cols;
+    atomic_size_t *next;
+} Job;
+
+static void make_tiles(void *given)
+{
+    const Job *job = given;
+    size_t first;
+    while ((first = atomic_fetch_add_explicit(job->next, TILE, memory_order_relaxed)) < job->rows)
+        job->make(job, first, job->rows - first < TILE ? job->rows - first : TILE);
+}
+
+static void run(Job *job, unsigned threads)
+{
+    atomic_size_t next = 0;
+    job->next = &next;
+    if (threads > 1 && job->rows > TILE && GOMP_parallel)
+        GOMP_parallel(make_tiles, job, threads, 0);
+    else
+        make_tiles(job);
+}
 
 /* fp32 to bf16, to nearest even, as ATen rounds. */
 static inline uint16_t to_bf16(float value)
@@ -78,23 +112,30 @@ enum { LANES = 1 };
 #define fp8_run_in_lanes fp8_run
 #endif
 
-/* weight [rows, cols] e4m3, scales [rows / block_rows, cols / block_cols] -> out [rows, cols]. Blocks divide both. */
-EXPORT void paramstore_fp8(
-    const uint8_t *restrict weight, const float *restrict scales, uint16_t *restrict out, size_t rows, size_t cols,
-    size_t block_rows, size_t block_cols)
+static void make_fp8(const Job *job, size_t first, size_t count)
 {
-    size_t blocks = cols / block_cols;
-    for (size_t row = 0; row < rows; row++) {
+    const float *scales = job->scales;
+    size_t cols = job->cols, block_cols = job->block_cols, blocks = cols / block_cols;
+    for (size_t row = first; row < first + count; row++) {
         for (size_t block = 0; block < blocks; block++) {
-            float scale = scales[row / block_rows * blocks + block];
-            const uint8_t *restrict from = weight + row * cols + block * block_cols;
-            uint16_t *restrict to = out + row * cols + block * block_cols;
+            float scale = scales[row / job->block_rows * blocks + block];
+            const uint8_t *restrict from = job->from + row * cols + block * block_cols;
+            uint16_t *restrict to = job->out + row * cols + block * block_cols;
             if (block_cols % LANES == 0 && fabsf(scale) < 0x1p119f)
                 fp8_run_in_lanes(from, scale, to, block_cols);
             else
                 fp8_run(from, scale, to, block_cols);
         }
     }
+}
+
+/* weight [rows, cols] e4m3, scales [rows / block_rows, cols / block_cols] -> out [rows, cols]. Blocks divide both. */
+EXPORT void paramstore_fp8(
+    const uint8_t *weight, const float *scales, uint16_t *out, size_t rows, size_t cols, size_t block_rows, size_t block_cols,
+    unsigned threads)
+{
+    Job job = {make_fp8, weight, scales, out, rows, cols, block_rows, block_cols, NULL};
+    run(&job, threads);
 }
 
 /* e2m1 (0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives) times 2^(scale - 127). shift: scale - 127 in the exponent's place; right for
@@ -112,41 +153,46 @@ static inline uint16_t from_e2m1_slowly(uint8_t nibble, uint8_t scale)
     return to_bf16(values[nibble] * ldexpf(1.0f, (int)scale - 127));
 }
 
-/* blocks [rows, groups, 16], two values a byte, the lower nibble first; scales [rows, groups] -> out [groups * 32, rows]. */
-EXPORT void paramstore_mxfp4(
-    const uint8_t *restrict blocks, const uint8_t *restrict scales, uint16_t *restrict out, size_t rows, size_t groups)
+static void make_mxfp4(const Job *job, size_t first, size_t count)
 {
-    for (size_t first = 0; first < rows; first += TILE) {
-        size_t count = rows - first < TILE ? rows - first : TILE;
-        for (size_t group = 0; group < groups; group++) {
-            uint8_t bytes[GROUP_BYTES][TILE] = {{0}}, exponents[TILE];
-            uint16_t shifts[TILE] = {0};
-            int is_normal = 1;
-            for (size_t row = 0; row < count; row++) {
-                const uint8_t *from = blocks + ((first + row) * groups + group) * GROUP_BYTES;
-                for (size_t i = 0; i < GROUP_BYTES; i++)
-                    bytes[i][row] = from[i];
-                exponents[row] = scales[(first + row) * groups + group];
-                is_normal &= exponents[row] >= 4 && exponents[row] <= 250;
-                shifts[row] = (uint16_t)((exponents[row] - 127) * 128);
-            }
-            for (size_t i = 0; i < GROUP_BYTES; i++) {
-                uint16_t lower[TILE], upper[TILE];
-                if (is_normal) {
-                    for (size_t row = 0; row < TILE; row++) {
-                        lower[row] = from_e2m1(bytes[i][row] & 15u, shifts[row]);
-                        upper[row] = from_e2m1(bytes[i][row] >> 4, shifts[row]);
-                    }
-                } else {
-                    for (size_t row = 0; row < count; row++) {
-                        lower[row] = from_e2m1_slowly(bytes[i][row] & 15u, exponents[row]);
-                        upper[row] = from_e2m1_slowly(bytes[i][row] >> 4, exponents[row]);
-                    }
+    const uint8_t *scales = job->scales;
+    size_t rows = job->rows, groups = job->cols;
+    for (size_t group = 0; group < groups; group++) {
+        uint8_t bytes[GROUP_BYTES][TILE] = {{0}}, exponents[TILE];
+        uint16_t shifts[TILE] = {0};
+        int is_normal = 1;
+        for (size_t row = 0; row < count; row++) {
+            const uint8_t *from = job->from + ((first + row) * groups + group) * GROUP_BYTES;
+            for (size_t i = 0; i < GROUP_BYTES; i++)
+                bytes[i][row] = from[i];
+            exponents[row] = scales[(first + row) * groups + group];
+            is_normal &= exponents[row] >= 4 && exponents[row] <= 250;
+            shifts[row] = (uint16_t)((exponents[row] - 127) * 128);
+        }
+        for (size_t i = 0; i < GROUP_BYTES; i++) {
+            uint16_t lower[TILE], upper[TILE];
+            if (is_normal) {
+                for (size_t row = 0; row < TILE; row++) {
+                    lower[row] = from_e2m1(bytes[i][row] & 15u, shifts[row]);
+                    upper[row] = from_e2m1(bytes[i][row] >> 4, shifts[row]);
                 }
-                uint16_t *to = out + (group * GROUP + 2 * i) * rows + first;
-                memcpy(to, lower, count * sizeof *lower);
-                memcpy(to + rows, upper, count * sizeof *upper);
+            } else {
+                for (size_t row = 0; row < count; row++) {
+                    lower[row] = from_e2m1_slowly(bytes[i][row] & 15u, exponents[row]);
+                    upper[row] = from_e2m1_slowly(bytes[i][row] >> 4, exponents[row]);
+                }
             }
+            uint16_t *to = job->out + (group * GROUP + 2 * i) * rows + first;
+            memcpy(to, lower, count * sizeof *lower);
+            memcpy(to + rows, upper, count * sizeof *upper);
         }
     }
+}
+
+/* blocks [rows, groups, 16], two values a byte, the lower nibble first; scales [rows, groups] -> out [groups * 32, rows]. */
+EXPORT void paramstore_mxfp4(
+    const uint8_t *blocks, const uint8_t *scales, uint16_t *out, size_t rows, size_t groups, unsigned threads)
+{
+    Job job = {make_mxfp4, blocks, scales, out, rows, groups, 1, 1, NULL};
+    run(&job, threads);
 }

@@ -15,6 +15,8 @@ FP8_SHAPES = (((256, 256), (2, 2)), ((6, 40), (3, 5)), ((5, 33), (1, 1)), ((3, 7
 """(shape of a matrix, shape of its scales)"""
 MXFP4_SHAPES = ((256, 16), (33, 3), (1, 1), (31, 2))
 """(rows, groups)"""
+THREADS = (1, 3)
+"""In how many each is made."""
 
 
 def difference(kernel: Kernel) -> str:
@@ -30,25 +32,30 @@ def _difference(kernel: Kernel, generator: torch.Generator) -> str:
         halfway = torch.randint(8, 16, grid, generator=generator).float() * 2 + 1  # by an odd number of fp8: between two of bf16
         any_bits = _bytes((*grid, 4), generator).view(torch.float32)[..., 0]
         for scales in (plain, plain * 2.0**-120, plain * 2.0**120, plain * 2.0**127, halfway, any_bits):
-            if reason := _compared(f"fp8 {shape}", fp8_by_kernel(kernel, weight, scales), fp8_by_torch(weight, scales)):
-                return reason
+            expected = fp8_by_torch(weight, scales)
+            for threads in THREADS:
+                if reason := _compared(f"fp8 {shape}", fp8_by_kernel(kernel, weight, scales, threads=threads), expected):
+                    return reason
     for rows, groups in MXFP4_SHAPES:
         blocks = _bytes((rows, groups, GROUP // 2), generator)
         every = torch.arange(rows * groups, dtype=torch.int32).remainder(255).to(torch.uint8).view(rows, groups)
         for exponents in (every, every.remainder(40) + 107):
-            found, expected = mxfp4_by_kernel(kernel, blocks, exponents), mxfp4_by_torch(blocks, exponents)
-            if reason := _compared(f"mxfp4 {rows} x {groups}", found, expected):
-                return reason
+            expected = mxfp4_by_torch(blocks, exponents)
+            for threads in THREADS:
+                found = mxfp4_by_kernel(kernel, blocks, exponents, threads=threads)
+                if reason := _compared(f"mxfp4 {rows} x {groups}", found, expected):
+                    return reason
     return ""
 
 
-def fp8_by_kernel(kernel: Kernel, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def fp8_by_kernel(kernel: Kernel, weight: torch.Tensor, scales: torch.Tensor, *, threads: int = 1) -> torch.Tensor:
     """weight [R, C] e4m3, scales [r, c] fp32 -> [R, C] bf16."""
     scales, out = scales.contiguous(), torch.empty(weight.shape, dtype=torch.bfloat16)
     rows, cols = weight.shape
     kernel.fp8(
-        weight.data_ptr(), scales.data_ptr(), out.data_ptr(), shape=(rows, cols), blocks=(scales.shape[0], scales.shape[1])
-    )
+        weight.data_ptr(), scales.data_ptr(), out.data_ptr(), shape=(rows, cols), blocks=(scales.shape[0], scales.shape[1]),
+        threads=threads,
+    )  # fmt: skip
     return out
 
 
@@ -59,11 +66,11 @@ def fp8_by_torch(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (apart * scales[:, None, :, None]).to(torch.bfloat16).view(rows, cols)
 
 
-def mxfp4_by_kernel(kernel: Kernel, blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+def mxfp4_by_kernel(kernel: Kernel, blocks: torch.Tensor, exponents: torch.Tensor, *, threads: int = 1) -> torch.Tensor:
     """blocks [n, g, 16] uint8, exponents [n, g] uint8 -> [g * 32, n] bf16."""
     rows, groups = exponents.shape
     out = torch.empty(groups * GROUP, rows, dtype=torch.bfloat16)
-    kernel.mxfp4(blocks.data_ptr(), exponents.data_ptr(), out.data_ptr(), rows=rows, groups=groups)
+    kernel.mxfp4(blocks.data_ptr(), exponents.data_ptr(), out.data_ptr(), rows=rows, groups=groups, threads=threads)
     return out
 
 

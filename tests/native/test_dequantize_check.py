@@ -17,7 +17,7 @@ MUTANTS = {
     "NaN is a number": ("magnitude == 0x7f ? 0x7fc00000u : (magnitude", "magnitude == 0x80 ? 0x7fc00000u : (magnitude"),
     "no small numbers": ("(magnitude < 8 ? small_bits : normal)", "(magnitude < 7 ? small_bits : normal)"),
     "sign lost": ("small_bits : normal) | sign", "small_bits : normal)"),
-    "the first row's scales": ("scales[row / block_rows * blocks + block]", "scales[block]"),
+    "the first row's scales": ("scales[row / job->block_rows * blocks + block]", "scales[block]"),
     "lanes: cut off": ("_mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))", "odd"),
     "lanes: halves up": ("_mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))", "_mm256_set1_epi32(0x8000)"),
     "lanes: NaN is a number": ("_mm256_blendv_epi8(made, _mm256_set1_epi16(0x7fc0), is_nan)", "made"),
@@ -29,6 +29,8 @@ MUTANTS = {
     "small exponents": ("exponents[row] >= 4 &&", "exponents[row] >= 0 &&"),
     "large exponents": ("exponents[row] <= 250", "exponents[row] <= 255"),
     "upper before lower": ("memcpy(to + rows, upper", "memcpy(to + rows, lower"),
+    "a tile is left out": ("job->next, TILE, memory_order", "job->next, 2 * TILE, memory_order"),
+    "threads do nothing": ("GOMP_parallel(make_tiles, job, threads, 0);", ";"),
     "a whole tile at the end": ("memcpy(to, lower, count * sizeof *lower)", "memcpy(to, lower, (count - 1) * sizeof *lower)"),
 }
 needs_kernel = pytest.mark.skipif(DEQUANTIZE.kernel() is None, reason=DEQUANTIZE.known_state())

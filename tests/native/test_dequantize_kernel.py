@@ -38,7 +38,7 @@ def test_fp8_of_every_shape(native: Kernel, shape: tuple[int, int], blocks: tupl
     weight = torch.randint(256, shape, dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)
     scales = torch.randn(blocks, generator=generator)
     out = framed(weight.numel())
-    native.fp8(weight.data_ptr(), scales.data_ptr(), out.data_ptr() + 2 * EDGE, shape=shape, blocks=blocks)
+    native.fp8(weight.data_ptr(), scales.data_ptr(), out.data_ptr() + 2 * EDGE, shape=shape, blocks=blocks, threads=2)
     assert torch.equal(inside(out).view(shape).nan_to_num(), fp8_by_torch(weight, scales).nan_to_num())
 
 
@@ -49,5 +49,5 @@ def test_mxfp4_of_every_shape(native: Kernel, rows: int, groups: int, exponents:
     blocks = torch.randint(256, (rows, groups, GROUP // 2), dtype=torch.uint8, generator=generator)
     scales = torch.randint(*exponents, (rows, groups), dtype=torch.uint8, generator=generator)
     out = framed(groups * GROUP * rows)
-    native.mxfp4(blocks.data_ptr(), scales.data_ptr(), out.data_ptr() + 2 * EDGE, rows=rows, groups=groups)
+    native.mxfp4(blocks.data_ptr(), scales.data_ptr(), out.data_ptr() + 2 * EDGE, rows=rows, groups=groups, threads=2)
     assert torch.equal(inside(out).view(groups * GROUP, rows), mxfp4_by_torch(blocks, scales))

@@ -1,6 +1,7 @@
 """Makes a matrix of its quantized bytes, with the bits that transformers' own conversions give.
 
-On the CPU, in bfloat16, the native kernel does it where there is one; elsewhere torch: on a device in the current stream.
+On the CPU, in bfloat16, the native kernel does it where there is one, in torch's threads; elsewhere torch: on a device in the
+current stream.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ def fp8(weight: Tensor, scales: Tensor, out: Tensor) -> None:
     kernel = DEQUANTIZE.kernel() if _is_native(weight, out) else None
     if kernel is not None:
         kernel.fp8(
-            weight.data_ptr(), scales.data_ptr(), out.data_ptr(), shape=(rows, columns), blocks=(scale_rows, scale_columns)
-        )
+            weight.data_ptr(), scales.data_ptr(), out.data_ptr(), shape=(rows, columns), blocks=(scale_rows, scale_columns),
+            threads=torch.get_num_threads(),
+        )  # fmt: skip
         return
     apart = weight.float().view(scale_rows, rows // scale_rows, scale_columns, columns // scale_columns)
     out.copy_(apart.mul_(scales[:, None, :, None]).view(rows, columns))
@@ -39,7 +41,8 @@ def mxfp4(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
     n, groups = scales.shape
     kernel = DEQUANTIZE.kernel() if _is_native(blocks, out) and scales.is_contiguous() else None
     if kernel is not None:
-        kernel.mxfp4(blocks.data_ptr(), scales.data_ptr(), out.data_ptr(), rows=n, groups=groups)
+        threads = torch.get_num_threads()
+        kernel.mxfp4(blocks.data_ptr(), scales.data_ptr(), out.data_ptr(), rows=n, groups=groups, threads=threads)
         return
     nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).int()
     scaled = torch.ldexp(_table(out.dtype, out.device)[nibbles], scales.int()[..., None] - EXPONENT_BIAS)
