@@ -10,6 +10,7 @@ import torch
 
 from paramstore.bench.baseline import measure_baseline
 from paramstore.bench.context import Bench, PeerMaker
+from paramstore.bench.hbm import measure_hbm
 from paramstore.bench.leases import measure_leases
 from paramstore.bench.plan import Plan
 from paramstore.bench.report import machine
@@ -58,6 +59,7 @@ def measure_all(bench: Bench) -> list[Row]:
         rows += measure_optim(bench, size)
         rows += measure_baseline(bench, size)
     rows += measure_volumes(bench, bench.plan.record_sizes[0])
+    rows += measure_hbm(bench, bench.plan.record_sizes[0])
     rows += measure_leases(bench)
     for dtype in (torch.float32, torch.bfloat16):
         rows += [measure_apply(bench, dtype), measure_update_alone(bench, dtype)]

@@ -174,7 +174,7 @@ def _measure_param(
         bench.raw_file(folder, pages.param_kind(), record_bytes=schema.record_bytes, record_count=count) as raw,
         bench.folder("store") as store_folder,
         serving(
-            store_folder / "store", host_budget_bytes=_budget_bytes(schema, count), volumes=_placed(volumes, store_folder)
+            store_folder / "store", host_budget_bytes=budget_bytes(schema, count), volumes=_placed(volumes, store_folder)
         ) as service,
     ):
         bench.tell(f"service, param, records of {schema.record_bytes / MIB:.3g} MiB: {count} records are stored")
@@ -200,7 +200,7 @@ def measure_optim(bench: Bench, size: RecordSize) -> list[Row]:
         bench.folder("raw") as folder,
         bench.raw_file(folder, pages.optim_kind(), record_bytes=schema.record_bytes, record_count=count) as raw,
         bench.folder("store") as store_folder,
-        serving(store_folder, host_budget_bytes=_budget_bytes(schema, count)) as service,
+        serving(store_folder, host_budget_bytes=budget_bytes(schema, count)) as service,
     ):
         bench.tell(f"service, optim, records of {schema.record_bytes / MIB:.3g} MiB: {count} records are stored")
         namespace = create_adamw_namespace(service.store, "optim", schema, count)
@@ -233,7 +233,8 @@ def _placed(volumes: Sequence[str], folder: Path) -> list[str]:
     return [f"{kind}{colon}{folder.absolute() / name}" for kind, colon, name in split]
 
 
-def _budget_bytes(schema: Schema, count: int) -> int:
+def budget_bytes(schema: Schema, count: int) -> int:
+    """The host budget of a daemon whose namespace has `count` such records."""
     param_bytes = schema.part("param").image_bytes
     return BUDGET_SETS * count * (schema.record_bytes + param_bytes) + 256 * MIB
 

@@ -37,7 +37,7 @@ def test_a_row_stands_beside_the_hottest_that_fit(script: Any, fast_reads: int, 
     alike, apart = (script.Counted(100, reads, 60, 70, 0.25, classes) for reads, classes in ((50, (0, 0)), (fast_reads, (1, 0))))
     row = script.row_of("imported", SCHEMA, alike, apart)
     assert row.holds is holds
-    assert (row.limit, row.parts["by_free_share"], row.parts["with_foresight"]) == (0.6, 0.5, 0.7)
+    assert (row.limit, row.parts["by_free_share"], row.parts["most_read"]) == (0.6, 0.5, 0.7)
 
 
 @pytest.mark.parametrize("classes", [((0, 1), (1, 0)), ((0, 0), (0, 0))])
