@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from paramstore.cli import signals
+from paramstore.cli.main import main
 from paramstore_testkit import trial
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -59,6 +61,21 @@ def one_thread() -> Iterator[None]:
     """torch computes on one thread: those of small tensors only wait for each other, and some sums depend on how many there are."""
     with trial.one_thread():
         yield
+
+
+@pytest.fixture
+def paramstore(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs `paramstore` with these words in this process; gives the exit code."""
+
+    def run(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["paramstore", *words])
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        return 0
+
+    return run
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is left out is gone

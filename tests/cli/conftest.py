@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 
 from paramstore.cli import signals
-from paramstore.cli.main import main
 
 
 @pytest.fixture(autouse=True)
@@ -19,21 +18,6 @@ def _signals_of_a_terminal() -> None:
     """Signals as a terminal has them, whatever started the tests."""
     for number in signals.ENDING:
         signal.signal(number, signal.SIG_DFL)
-
-
-@pytest.fixture
-def paramstore(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs `paramstore` with these words in this process; gives the exit code."""
-
-    def run(*words: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["paramstore", *words])
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0)
-        return 0
-
-    return run
 
 
 @pytest.fixture

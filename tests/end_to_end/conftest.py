@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,3 +150,18 @@ def autostarting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ps.ServeO
         process.terminate()
         process.wait(timeout=60)
     autostart._started.clear()
+
+
+@pytest.fixture(params=[16])
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 16 MiB, or of as many as the test says."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    options = f"size={request.param}m"
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "paramstore-test", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +40,6 @@ def spoil(directory: Path, value: torch.Tensor) -> None:
 
 
 # --- full
-
-
-@pytest.fixture(params=[16])
-def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A file system of 16 MiB, or of as many as the test says."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    options = f"size={request.param}m"
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "paramstore-test", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
 
 
 def test_a_namespace_that_does_not_fit_the_disk_is_refused_and_a_smaller_one_fits(

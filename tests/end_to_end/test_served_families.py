@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,7 @@ import pytest
 import torch
 
 import paramstore as ps
-from paramstore.core.trace import TraceEvent, TraceEventKind
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model.layout import find_layout
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.moe_families import (
     NOT_GROUPED,
@@ -23,7 +20,7 @@ from paramstore_testkit.training.moe_families import (
     modeling_class,
     tiny_config,
 )  # fmt: skip
-from paramstore_testkit.training.moe_models import tokens
+from paramstore_testkit.training.moe_models import tokens, watch_routers
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_time", "one_thread")]
 
@@ -48,25 +45,6 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     found = model(input_ids=ids)
     value: torch.Tensor = found.logits if hasattr(found, "logits") else found.last_hidden_state
     return value
-
-
-def watch_routers(stock: Any) -> list[TraceEvent]:
-    """A list to which every dispatch of the unmodified model is added, as its experts modules are told it."""
-    found: list[TraceEvent] = []
-    layout = find_layout(stock)
-
-    def note(layer: int, module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
-        chosen = arguments[1]
-        if chosen.dim() == 3:  # one-hot, as Switch has it
-            counts = chosen.sum(dim=(0, 1)).tolist()
-        else:
-            counts = torch.bincount(chosen.reshape(-1), minlength=layout.experts).tolist()
-        used = tuple(expert for expert, count in enumerate(counts) if count)
-        found.append(TraceEvent(TraceEventKind.ACQUIRE, layer, used, tuple(counts[expert] for expert in used)))
-
-    for layer, path in layout.modules.items():
-        stock.get_submodule(path).register_forward_pre_hook(partial(note, layer))
-    return found
 
 
 def segments_of(namespace: ps.Namespace) -> set[int]:

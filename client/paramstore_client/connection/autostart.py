@@ -12,6 +12,7 @@ import math
 import os
 import re
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -34,6 +35,8 @@ LOG_NAME = "daemon.log"
 RETRY_S = 0.02
 """Pause between two attempts to connect while a daemon starts, which takes about ten times as long."""
 LOG_TAIL_LINES = 12
+LEAST_FREE_BYTES = 1 << 20
+"""A daemon that ends without a word, on a disk with less than this, could write none: it needs several times as much itself."""
 ELSEWHERE_TIMEOUT_S = 1.0
 """Time that a daemon which listens at another socket has to accept a connection."""
 HOLDER = re.compile(rf"{StoreLocked.__name__}.* is in use by process (\d+)")
@@ -249,7 +252,11 @@ class _Start:
 
     def _tail(self) -> str:
         lines = self._log_text().splitlines()[-LOG_TAIL_LINES:]
-        return f"The end of {self._log}:\n" + "\n".join(lines) if lines else f"{self._log} has nothing new."
+        if lines:
+            return f"The end of {self._log}:\n" + "\n".join(lines)
+        left_bytes = shutil.disk_usage(self._directory).free
+        full = f": its disk is full, with {left_bytes} bytes free; free some there, and try again"
+        return f"{self._log} has nothing new{full if left_bytes < LEAST_FREE_BYTES else '.'}"
 
 
 def _listens_at(process_id: int) -> Path | None:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 WRITE_FAILURES_MAX = 2
 """Failed writes of one volume since the store was opened that fence it. A record whose write failed is written elsewhere once."""
-WAY_ON = "restart the daemon after looking at the device"
+WAY_ON = "restart the daemon after looking at the device, or making room where it is full"
 
 
 class Fences:

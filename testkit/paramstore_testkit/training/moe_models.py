@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paramstore.core.key import ExpertKey
+from paramstore.core.trace import TraceEvent, TraceEventKind
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.host_slots import standing
 from paramstore_client.hf.compat import modeling
@@ -118,3 +120,22 @@ def _whole(gradient: Tensor | None) -> Tensor | None:
 def tokens(*, seed: int = 1, batch: int = 2, length: int = 17) -> Tensor:
     """Draws random token ids [batch, length]."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def watch_routers(model: Any) -> list[TraceEvent]:
+    """A list to which every dispatch of a model is added, as its experts modules are told it by its routers."""
+    found: list[TraceEvent] = []
+    layout = find_layout(model)
+
+    def note(layer: int, module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        chosen = arguments[1]
+        if chosen.dim() == 3:  # one-hot, as Switch has it
+            counts = chosen.sum(dim=(0, 1)).tolist()
+        else:
+            counts = torch.bincount(chosen.reshape(-1), minlength=layout.experts).tolist()
+        used = tuple(expert for expert, count in enumerate(counts) if count)
+        found.append(TraceEvent(TraceEventKind.ACQUIRE, layer, used, tuple(counts[expert] for expert in used)))
+
+    for layer, path in layout.modules.items():
+        model.get_submodule(path).register_forward_pre_hook(partial(note, layer))
+    return found

@@ -7,6 +7,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,6 +148,18 @@ def test_a_holder_whose_address_is_not_known_is_named_when_the_time_is_over(
 def test_daemon_that_ends_before_it_serves_is_reported_with_its_log(tmp_path: Path, serve_with: Command) -> None:
     serve_with("import sys; sys.exit('volume 0 at /mnt/a: no space for 3 TiB')")
     with pytest.raises(ps.StoreUnavailable, match=r"exit code 1(.|\n)*no space for 3 TiB"):
+        ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "data"), timeout_s=30.0)
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "said"), [(4096, ": its disk is full, with 4096 bytes free; free some there"), (1 << 30, r"\.$")]
+)
+def test_daemon_that_ends_without_a_word_on_a_full_disk_is_reported_with_it(
+    tmp_path: Path, serve_with: Command, monkeypatch: pytest.MonkeyPatch, free_bytes: int, said: str
+) -> None:
+    serve_with("import sys; sys.exit(1)")
+    monkeypatch.setattr(autostart.shutil, "disk_usage", lambda place: SimpleNamespace(free=free_bytes))
+    with pytest.raises(ps.StoreUnavailable, match=f"daemon.log has nothing new{said}"):
         ps.connect(autostart=ps.ServeOptions(dir=tmp_path / "data"), timeout_s=30.0)
 
 

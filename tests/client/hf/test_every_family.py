@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import paramstore as ps
+from paramstore.core.trace import TraceEventKind
 from paramstore.errors import UnsupportedModel
 from paramstore_client.hf import find_layout
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.export_checkpoint import export_checkpoint
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
-from paramstore_testkit.training.moe_models import tokens
+from paramstore_testkit.training.moe_models import tokens, watch_routers
 from paramstore_testkit.training.parity import Comparison, Reference, Stored, Trial
 from paramstore_testkit.training.saved_models import check_equal_files
 
@@ -89,6 +90,27 @@ def test_family_has_the_bits_of_the_unmodified_model(family: str, dtype: torch.d
         options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         made = [model.eval().generate(tokens(seed=9, length=5), **options) for model in (reference, served)]
         assert torch.equal(*made)
+
+
+@pytest.mark.soak  # of serving, tests/end_to_end/test_served_families.py shows the same
+@pytest.mark.parametrize("family", sorted({*FAMILIES} - REFUSED.keys()))
+def test_family_in_training_is_recorded_as_its_routers_choose(family: str, store: ps.Store) -> None:
+    acquire, push = TraceEventKind.ACQUIRE, TraceEventKind.PUSH
+    model = ps.hf.from_config(modeling_class(FAMILIES[family]), tiny_config(family), store=store, name="recorded")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ps.hf.experts(model).attach(optimizer)
+    routed, layers = watch_routers(model), list(ps.hf.namespace(model).layers)
+    with ps.hf.recording(model) as recording:
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        optimizer.step()
+    events = recording.recorded().events
+    assert [event.layer for event in routed] == layers
+    assert list(events[: len(layers)]) == routed
+    backward = [event for event in events[len(layers) :] if event.kind is acquire]
+    assert sorted(backward, key=lambda event: event.layer) == routed
+    assert [(event.layer, event.experts) for event in events if event.kind is push] == [
+        (event.layer, event.experts) for event in backward
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

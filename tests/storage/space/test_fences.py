@@ -67,7 +67,7 @@ def test_who_lacks_space_is_told_of_every_fenced_volume() -> None:
     fences.fail_flush(0, failed(2))
     assert fences.hint() == (
         "; volume 0 is fenced (a flush failed: failure 2), volume 2 is fenced (a flush failed: failure 1): "
-        "restart the daemon after looking at the device"
+        "restart the daemon after looking at the device, or making room where it is full"
     )
 
 
@@ -76,7 +76,8 @@ def test_fences_lead_the_message_of_one_who_lacks_space() -> None:
     assert fences.first("1 byte is missing") == "1 byte is missing"
     fences.fail_flush(0, failed(2))
     assert fences.first("1 byte is missing") == (
-        "volume 0 is fenced (a flush failed: failure 2): restart the daemon after looking at the device. "
+        "volume 0 is fenced (a flush failed: failure 2): restart the daemon after looking at the device, or making room where it "
+        "is full. "
         "Without it: 1 byte is missing"
     )
 

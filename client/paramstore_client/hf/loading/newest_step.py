@@ -94,9 +94,10 @@ class Mover:
             assert step is not None, "a reader stands on a step"
             moved: Refreshed | None = None
             try:
-                dense = DensePart.from_extra(ahead.extra(step))
+                extra = ahead.extra(step)
+                dense = DensePart.from_extra(extra)
                 if dense is None:
-                    return self._stay(names_none(step))
+                    return Followed(step) if self._is_as_imported(extra, step) else self._stay(names_none(step))
                 with opened(dense, self._directory) as file:
                     file.check_fits(model)
                     was_cut_off, stored.is_between_steps = stored.is_between_steps, True
@@ -115,6 +116,11 @@ class Mover:
                     raise StepDropped(f"step {step} was dropped, and its dense weights with it") from error
                 return self._stay(f"step {step}: {error}")
             return Followed(step, True, moved.changed_keys, moved.changed_bytes, file.size_bytes)
+
+    def _is_as_imported(self, extra: bytes, step: int) -> bool:
+        """Whether the model, not moved yet, has experts and dense weights of one checkpoint: that whose import `step` is."""
+        origin, has_moved = Origin.from_extra(extra), MARK in self.model.__dict__ or self._stored.is_between_steps
+        return origin is not None and origin.step == step and not has_moved and self._is_newest()
 
     def _stay(self, reason: str) -> Followed:
         return Followed(self.namespace.view_step, reason=reason)

@@ -14,6 +14,7 @@ import torch
 import paramstore as ps
 from paramstore.errors import CheckpointError, StepMismatch
 from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.loading.newest_step import names_none
 from paramstore_client.training.dense_files import DenseFile, dense_tensors
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.moe_families import tiny_config
@@ -98,6 +99,17 @@ def test_at_the_step_of_the_import_the_checkpoint_has_both(store: ps.Store, chec
         for _ in range(2):
             model = served(store, checkpoint)
             assert is_dense_part_of(model, stock)
+            assert ps.hf.follow(model) == ps.hf.Followed(0), "nothing is wrong"
+
+
+def test_a_model_of_a_step_that_was_rolled_back_to_the_import_is_not_taken_for_that_of_the_import(
+    store: ps.Store, checkpoint: Path
+) -> None:
+    trainer = trained(store, checkpoint, dense=None)
+    with pytest.warns(UserWarning, match="step 1 names no dense weights"):
+        model = served(store, checkpoint)
+    ps.hf.experts(trainer).rollback(0)
+    assert ps.hf.follow(model) == ps.hf.Followed(1, reason=names_none(0))
 
 
 def test_who_gives_the_dense_part_alone_knows_of_which_step_it_is(store: ps.Store, checkpoint: Path, tmp_path: Path) -> None:

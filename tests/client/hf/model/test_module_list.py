@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from paramstore.core.key import ExpertKey
+from paramstore.core.trace import TraceEventKind
 from paramstore.errors import UnsupportedModel
 from paramstore_client.hf import find_layout
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.model import module_list
+from paramstore_client.hf.model.binding import find_experts
+from paramstore_client.hf.model.recording import Recording
 from paramstore_testkit.training.moe_families import EXPERTS
 from paramstore_testkit.training.moe_models import Twin, tokens
 
+A, U = TraceEventKind.ACQUIRE, TraceEventKind.PUSH
 SWITCH: dict[str, Any] = {
     "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_sparse_encoder_layers": 1, "num_decoder_layers": 2,
     "num_sparse_decoder_layers": 1, "num_heads": 4, "num_experts": EXPERTS, "vocab_size": 64, "expert_capacity": 64,
@@ -59,6 +64,30 @@ def test_stored_model_equals_the_unmodified_one(family: str) -> None:
     assert twin.namespace.pending
     assert twin.namespace.leased_keys_max == 1
     assert not twin.namespace.leased
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["switch_transformers", "nllb-moe"])
+def test_a_recording_has_the_rows_that_each_expert_of_the_unmodified_model_computes(family: str) -> None:
+    twin, rows = twin_of(family), Counter[ExpertKey]()
+
+    def count(key: ExpertKey, _: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        rows[key] += inputs[0].shape[:-1].numel()
+
+    for layer, expert in twin.namespace.space:
+        path = f"{twin.layout.modules[layer]}.expert_{expert}"
+        twin.stock.get_submodule(path).register_forward_pre_hook(partial(count, (layer, expert)))
+    twin.stock(input_ids=tokens(), labels=tokens(seed=2))
+    stored = find_experts(twin.stored)
+    assert stored is not None
+    with Recording(stored, twin.namespace.schema, applies=lambda: 0, file=None, name="m", how="") as recording:
+        twin.stored(input_ids=tokens(), labels=tokens(seed=2)).loss.backward()
+    events = recording.recorded().events
+    assert [(event.kind, event.layer) for event in events] == [(A, 0), (A, 1), (A, 1), (U, 1), (A, 0), (U, 0)]
+    for pass_ in (events[:2], (events[2], events[4])):
+        found = {(event.layer, expert): count for event in pass_ for expert, count in zip(event.experts, event.tokens, strict=True)}
+        assert found == rows
+    assert [event.experts for event in (events[3], events[5])] == [event.experts for event in (events[2], events[4])]
 
 
 @pytest.mark.slow
