@@ -30,8 +30,8 @@ BUDGET_VARIABLE = f"{ENVIRONMENT_PREFIX}HOST_BUDGET"
 class Plan:
     """What a run will take. Sizes in bytes: expert_bytes of an expert as it is stored, lacking_bytes of the volume of a store that
     is still to be made, free_bytes of its disk. standing: experts that can stay in memory. unpacked_slots: of quantized ones, those
-    that stay unpacked in this process; None for others. leased: those that stay leased between tokens, where the caller said.
-    is_running: whether a daemon serves the store, with its own budget."""
+    that stay unpacked in this process, of unpacked_bytes each; None for others. leased: those that stay leased between tokens,
+    where the caller said. is_running: whether a daemon serves the store, with its own budget."""
 
     name: str
     key_count: int
@@ -40,6 +40,7 @@ class Plan:
     least_budget_bytes: int
     standing: int
     unpacked_slots: int | None
+    unpacked_bytes: int
     leased: int | None
     lacking_bytes: int
     free_bytes: int
@@ -69,7 +70,10 @@ class Plan:
             kept = f"all stay in memory {where}"
         else:
             kept = f"{self.standing} stay in memory {where}, the others stream from {self.directory}"
-        unpacked = "" if self.unpacked_slots is None else f", {self.unpacked_slots} of them unpacked"
+        unpacked = ""
+        if self.unpacked_slots is not None:
+            size = format_size(self.unpacked_slots * self.unpacked_bytes)
+            unpacked = f", {self.unpacked_slots} of them unpacked in {size} of this process"
         leased = "" if self.leased is None else f", {self.leased} of them at hand between tokens"
         imported = f"; up to {format_size(self.lacking_bytes)} are imported into {self.directory}" if self.lacking_bytes > 0 else ""
         return f"{total}: {kept}{unpacked}{leased}{imported}"
@@ -110,7 +114,7 @@ def plan_of(
     return Plan(
         name=home.model, key_count=key_count, expert_bytes=schema.record_bytes, budget_bytes=budget_bytes,
         least_budget_bytes=found.least_host_bytes, standing=min(standing, key_count), unpacked_slots=unpacked,
-        leased=slots if packed is None else None,
+        unpacked_bytes=computed.part("param").image_bytes, leased=slots if packed is None else None,
         lacking_bytes=found.volume_bytes if there.is_new else 0, free_bytes=free_bytes(_nearest(home.directory)),
         directory=home.directory, is_running=there.budget_bytes is not None,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 import paramstore as ps
+from paramstore.config import parse_size
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "quickstart.py"
@@ -26,6 +28,16 @@ the reader moves on to step 1
 """
 NAMED_BY_USERS = {"volumes": "N", "queues": "LANE", "namespaces": "NAME"}
 """Mappings of the statistics whose keys are no words of ours, and what the document calls them."""
+QUARTERS = {
+    "bf16": "--host-budget 8MiB", "fp8": "--host-budget 2MiB --expert-memory 6", "mxfp4": "--host-budget 2MiB --expert-memory 1",
+}  # fmt: skip
+"""A format of `examples/tiny_chat.py` -> options of a run that give it a quarter of its experts' bytes. Quantized ones take memory
+twice: packed in the daemon, which has 2 MiB at least, and unpacked in the process that computes."""
+PLANNED = re.compile(
+    r"paramstore: \S+: (\d+) experts, (.*?): (\d+) stay in memory of (.*?) host budget, the others stream from [^;,]*"
+    r"(?:, \d+ of them unpacked in (.*?) of this process)?; up to"
+)
+"""The first line of a run: how many experts, their bytes; how many stay, the daemon's bytes, those unpacked."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def surroundings() -> dict[str, str]:
     """The environment of a user, who has this checkout installed."""
-    paths = [str(path) for path in (ROOT, ROOT / "client", ROOT / "native")]
+    paths = [str(path) for path in (ROOT, ROOT / "client", ROOT / "native", ROOT / "testkit")]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PARAMSTORE_")}
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     return environment
@@ -44,9 +56,13 @@ def surroundings() -> dict[str, str]:
 
 def run_example(folder: Path, example: Path = EXAMPLE, *arguments: str) -> subprocess.CompletedProcess[str]:
     """An example as a user runs it."""
+    return run_python(folder, str(example), *arguments)
+
+
+def run_python(folder: Path, *arguments: str, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(example), *arguments], cwd=folder, env=surroundings(), capture_output=True, text=True, timeout=100,
-        check=False,
+        [sys.executable, *arguments], cwd=folder, env=surroundings(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=timeout_s, check=False,
     )  # fmt: skip
 
 
@@ -204,3 +220,23 @@ def test_a_model_that_is_trained_is_served_at_whole_steps_and_both_end_at_a_sign
     ((tokens, count),) = re.findall(r"every token is that of its step in memory: (\d+) tokens of (\d+) steps\n$", done.stdout)
     assert int(count) == len(set(steps)) >= 3, done.stdout
     assert int(tokens) >= 24 * 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", QUARTERS)
+def test_a_checkpoint_that_is_made_on_the_spot_answers_with_a_quarter_of_its_experts_bytes(kind: str, folder: Path) -> None:
+    made = run_python(folder, str(ROOT / "examples" / "tiny_chat.py"), f"tiny-{kind}", "--format", kind, timeout_s=600)
+    assert made.returncode == 0, made.stderr
+    command = f'run tiny-{kind} "What is a lease?" --temperature 0 --dir store-{kind} {QUARTERS[kind]}'
+    assert f"$ paramstore {command}\n" in (ROOT / "docs" / "running.md").read_text()
+    done = run_python(folder, "-m", "paramstore", *shlex.split(command))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "A client's right to bytes in a slot; it ends with the client process.\n"
+    planned = PLANNED.match(done.stderr)
+    assert planned, done.stderr
+    count, stay = map(int, planned.group(1, 3))
+    experts_bytes, daemon_bytes, unpacked_bytes = (parse_size(size or "0") for size in planned.group(2, 4, 5))
+    assert 0 < stay < count / 4
+    assert 1 / 5 < (daemon_bytes + unpacked_bytes) / experts_bytes <= 1 / 4
+    (read_mb,) = re.findall(r"; ([\d.]+) MB read from the volume; ", done.stderr)
+    assert float(read_mb) * 1e6 > experts_bytes, "more than all experts once"

@@ -21,7 +21,7 @@ from paramstore_testkit.training.moe_families import families, modeling_class, t
 MIB = 1 << 20
 MADE = Plan(
     name="m", key_count=64, expert_bytes=MIB, budget_bytes=100 * MIB, least_budget_bytes=4 * MIB, standing=64, unpacked_slots=None,
-    leased=None, lacking_bytes=0, free_bytes=1000 * MIB, directory=Path("/s"), is_running=False,
+    unpacked_bytes=3 * MIB, leased=None, lacking_bytes=0, free_bytes=1000 * MIB, directory=Path("/s"), is_running=False,
 )  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def test_the_line_says_what_stays_what_streams_and_what_is_imported() -> None:
         "m: 64 experts, 64 MiB: 9 stay in memory of 100 MiB host budget, the others stream from /s; "
         "up to 70 MiB are imported into /s"
     )
-    assert replace(MADE, unpacked_slots=8).line().endswith("host budget, 8 of them unpacked")
+    assert replace(MADE, unpacked_slots=8).line().endswith("host budget, 8 of them unpacked in 24 MiB of this process")
     assert replace(MADE, leased=7).line().endswith("host budget, 7 of them at hand between tokens")
 
 
