@@ -1,6 +1,7 @@
 """Imports the experts of a checkpoint into a namespace, one at a time, over as many attempts as it takes.
 
-- Nothing is put before the whole checkpoint has been looked at: names, shapes, dtypes, lengths of files.
+- Nothing is put before the whole checkpoint has been looked at: names, shapes, dtypes, lengths of files; and nothing that was read
+  after one of these changed.
 - Every `save_every_s` seconds, and when it is interrupted, what is there is made durable. An attempt that dies loses what it put
   since then; the next one goes on from there, and refuses another checkpoint than the one that was begun with.
 - The namespace is committed at the end, and not before: until then nobody can read it or train with it.
@@ -29,7 +30,7 @@ from paramstore_client.handle.initialization import Initialization
 from paramstore_client.handle.origin import Origin
 from paramstore_client.hf.checkpoint.progress import Progress, Report, reported
 from paramstore_client.hf.checkpoint.recipes import ExpertSource
-from paramstore_client.hf.checkpoint.shards import open_checkpoint
+from paramstore_client.hf.checkpoint.shards import Checkpoint, open_checkpoint
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
 from paramstore_client.quantized.packed import is_packed, packed_tensors
@@ -70,7 +71,7 @@ def import_checkpoint(
     rank, world_size: of a job whose ranks import together, each its share of the keys; all must call this.
     heat: how much the experts are to be used, as for `begin_initialize`: a trace of the model, or its file.
     Raises CheckpointError naming file and tensor where something is damaged, missing or of another shape, or where the attempt
-    before was of another checkpoint; then nothing was put. SchemaMismatch, UnsupportedModel, StepOutOfOrder if the namespace is
+    before was of another checkpoint; then nothing was put; or a file that changed meanwhile. SchemaMismatch, UnsupportedModel, StepOutOfOrder if the namespace is
     committed, and what the daemon raises; then the attempt can be resumed.
     """
     if not 0 <= rank < world_size:
@@ -79,7 +80,8 @@ def import_checkpoint(
     started_s = now.now_s()
     layout = find_layout(model)
     check_schema(layout, namespace)
-    source = ExpertSource(model, layout, open_checkpoint(path))
+    checkpoint = open_checkpoint(path)
+    source = ExpertSource(model, layout, checkpoint)
     _check_quantized(source, namespace)
     with Files() as sampled:
         fingerprint = source.fingerprint(sampled)
@@ -92,7 +94,7 @@ def import_checkpoint(
             wanted = [key for key in mine if key in missing]
             saver = _Saver(initialization, extra, now, every_s=save_every_s)
             with saver.saving_what_is_there():
-                _put_all(source, files, initialization, namespace, wanted, saver, report, len(mine))
+                _put_all(source, checkpoint, files, initialization, namespace, wanted, saver, report, len(mine))
                 initialization.end()
         namespace.commit(step, extra).wait()
         seconds = now.now_s() - started_s
@@ -100,8 +102,8 @@ def import_checkpoint(
 
 
 def _put_all(
-    source: ExpertSource, files: Files, initialization: Initialization, namespace: Namespace, wanted: Sequence[ExpertKey],
-    saver: _Saver, report: Report, total: int,
+    source: ExpertSource, checkpoint: Checkpoint, files: Files, initialization: Initialization, namespace: Namespace,
+    wanted: Sequence[ExpertKey], saver: _Saver, report: Report, total: int,
 ) -> None:  # fmt: skip
     dtypes = {field.name: DTYPES[field.dtype] for field in namespace.schema.initial_fields()}
     is_trained = namespace.schema.is_trainable
@@ -109,6 +111,7 @@ def _put_all(
     for number, key in enumerate(wanted, start=1):
         initialization.settle(VALUES_IN_FLIGHT - 1)  # before the next one takes memory
         values = source.read(key, files)
+        checkpoint.check_unchanged()
         initialization.put(key, values if is_trained else _as_stored(values, dtypes))
         del values
         saver.save_if_due()

@@ -276,11 +276,48 @@ def test_a_file_that_is_cut_off_while_it_is_read_stops_the_import_and_it_goes_on
                 opened.truncate(read_header(checkpoint / file.name)[name].offset_bytes)
 
     with namespace_for(store, "cut", damaged) as namespace:
-        with pytest.raises(CheckpointError, match=rf"in .*{file.name}: the file was cut off at byte \d+ while it was read"):
+        with pytest.raises(CheckpointError, match=rf"{file.name} changed while it was read"):
             import_checkpoint(damaged, namespace, model, progress=cut)
         result = import_checkpoint(checkpoint, namespace, model)
         assert result.resumed >= 2
         assert result.resumed + result.records == len(namespace.keys())
+
+
+def rewritten(file: Path, other: Path) -> None:
+    file.write_bytes(other.read_bytes())
+
+
+def renamed_over(file: Path, other: Path) -> None:
+    copy = file.with_suffix(".new")
+    copy.write_bytes(other.read_bytes())
+    copy.replace(file)
+
+
+def removed(file: Path, other: Path) -> None:
+    file.unlink()
+
+
+@pytest.mark.parametrize("change", [rewritten, renamed_over, removed])
+def test_a_file_that_changes_during_the_import_stops_it_before_anything_of_the_new_one_is_taken(
+    store: ps.Store, checkpoint: Path, damaged: Path, tmp_path_factory: pytest.TempPathFactory, change: Callable[[Path, Path], None]
+) -> None:
+    other, model = save_stock("mixtral", tmp_path_factory.mktemp("other"), seed=1), skeleton(damaged)
+    shards = sorted(set(weight_map(damaged).values()))
+
+    def changed(progress: Progress) -> None:
+        if progress.records == 2:
+            for shard in shards:
+                change(damaged / shard, other / shard)
+
+    with namespace_for(store, change.__name__, damaged) as namespace:
+        with pytest.raises(CheckpointError, match=rf"{shards[0]} changed while it was read: .* Put the file back"):
+            import_checkpoint(damaged, namespace, model, progress=changed)
+        result = import_checkpoint(checkpoint, namespace, model)
+        assert (result.resumed, result.resumed + result.records) == (2, len(namespace.keys()))
+        stock, layout = load_stock(checkpoint), find_layout(load_stock(checkpoint))
+        for key in namespace.space:
+            record = namespace.read(key)
+            assert all(torch.equal(record[name], value) for name, value in expert_values(stock, layout, key).items())
 
 
 def test_a_namespace_of_another_shape_is_refused(store: ps.Store, checkpoint: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A checkpoint as transformers writes and reads it: one safetensors file, or shards with an index, in a directory.
 
-An open checkpoint has been looked at as a whole: every file of the index is there, and every tensor of the index in its file.
+An open checkpoint has been looked at as a whole: every file of the index is there, and every tensor of the index in its file. What
+was read of it is of one checkpoint as long as `check_unchanged` finds each file as it was then.
 """
 
 from __future__ import annotations
@@ -17,14 +18,26 @@ from paramstore_client.safetensors_file import StoredTensor, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+FileState = tuple[int, int, int, int] | None
+"""Device, inode, size and time of the last write; None of a file that is not there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open checkpoint. tensors: all of its tensors, by name."""
+    """An open checkpoint. tensors: all of its tensors, by name. states: of its files, as they were before they were looked at."""
 
     directory: Path
     tensors: Mapping[str, StoredTensor]
+    states: Mapping[Path, FileState]
+
+    def check_unchanged(self) -> None:
+        """Raises CheckpointError naming a file that was written, replaced or removed since."""
+        for file, state in self.states.items():
+            if _state_of(file) != state:
+                raise CheckpointError(
+                    f"{file} changed while it was read: what was read before is kept. Put the file back, and the same import goes "
+                    "on; or import what is there now from the start, with resume=False or into another namespace"
+                )
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -36,16 +49,28 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if not file.exists():
             way_on = "save_pretrained of the model that transformers loads from there writes them"
             raise CheckpointError(f"{directory} has neither {INDEX} nor {WEIGHTS}: {way_on}")
-        return Checkpoint(directory, read_header(file))
+        states = {file: _state_of(file)}
+        return Checkpoint(directory, read_header(file), states)
+    states = {index: _state_of(index)}
     weight_map = _weight_map(index)
-    headers = {name: read_header(directory / name) for name in sorted(set(weight_map.values()))}
+    names = sorted(set(weight_map.values()))
+    states |= {directory / name: _state_of(directory / name) for name in names}
+    headers = {name: read_header(directory / name) for name in names}
     tensors = {}
     for name, file_name in weight_map.items():
         tensor = headers[file_name].get(name)
         if tensor is None:
             raise CheckpointError(f"{directory / file_name} lacks tensor {name!r}, which {index.name} places there")
         tensors[name] = tensor
-    return Checkpoint(directory, tensors)
+    return Checkpoint(directory, tensors, states)
+
+
+def _state_of(file: Path) -> FileState:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _weight_map(index: Path) -> dict[str, str]:
