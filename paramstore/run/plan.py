@@ -11,6 +11,7 @@ from typing import Any
 from paramstore.config import ENVIRONMENT_PREFIX, Config, format_size, load, parse_size
 from paramstore.core.schema import Schema
 from paramstore.engine.capacity.estimate import Estimate, estimate
+from paramstore.engine.planner.promises import share_of
 from paramstore.errors import CapacityError
 from paramstore.run.home import Home
 from paramstore.run.store import RunStore
@@ -29,7 +30,8 @@ BUDGET_VARIABLE = f"{ENVIRONMENT_PREFIX}HOST_BUDGET"
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a run will take. Sizes in bytes: expert_bytes of an expert as it is stored, lacking_bytes of the volume of a store that
-    is still to be made, free_bytes of its disk. standing: experts that can stay in memory. unpacked_slots: of quantized ones, those
+    is still to be made, free_bytes of its disk. standing: experts that can stay in memory; leasable: those of them that can be
+    leased at once. unpacked_slots: of quantized ones, those
     that stay unpacked in this process, of unpacked_bytes each; None for others. leased: those that stay leased between tokens,
     where the caller said. is_running: whether a daemon serves the store, with its own budget."""
 
@@ -39,6 +41,7 @@ class Plan:
     budget_bytes: int
     least_budget_bytes: int
     standing: int
+    leasable: int
     unpacked_slots: int | None
     unpacked_bytes: int
     leased: int | None
@@ -54,6 +57,11 @@ class Plan:
             raise CapacityError(
                 f"{self.name}: a host budget of {format_size(self.budget_bytes)} is too small, the least is "
                 f"{format_size(self.least_budget_bytes)}: {first}give --host-budget {-(-self.least_budget_bytes >> 20)}MiB"
+            )
+        if self.lacking_bytes and self.leased is not None and self.leased > self.leasable:
+            raise CapacityError(
+                f"{self.name}: with a host budget of {format_size(self.budget_bytes)} {self.leasable} experts can be at hand "
+                f"between tokens, --expert-memory asks for {self.leased}: give that number, or more --host-budget"
             )
         if self.free_bytes < self.lacking_bytes:
             raise CapacityError(
@@ -113,7 +121,8 @@ def plan_of(
     unpacked = None if packed is None else slots or packed_slots(computed, key_count)
     return Plan(
         name=home.model, key_count=key_count, expert_bytes=schema.record_bytes, budget_bytes=budget_bytes,
-        least_budget_bytes=found.least_host_bytes, standing=min(standing, key_count), unpacked_slots=unpacked,
+        least_budget_bytes=found.least_host_bytes, standing=min(standing, key_count),
+        leasable=min(share_of(standing, is_writer=False, is_trainable=False), key_count), unpacked_slots=unpacked,
         unpacked_bytes=computed.part("param").image_bytes, leased=slots if packed is None else None,
         lacking_bytes=found.volume_bytes if there.is_new else 0, free_bytes=free_bytes(_nearest(home.directory)),
         directory=home.directory, is_running=there.budget_bytes is not None,

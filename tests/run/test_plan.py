@@ -20,8 +20,9 @@ from paramstore_testkit.training.moe_families import families, modeling_class, t
 
 MIB = 1 << 20
 MADE = Plan(
-    name="m", key_count=64, expert_bytes=MIB, budget_bytes=100 * MIB, least_budget_bytes=4 * MIB, standing=64, unpacked_slots=None,
-    unpacked_bytes=3 * MIB, leased=None, lacking_bytes=0, free_bytes=1000 * MIB, directory=Path("/s"), is_running=False,
+    name="m", key_count=64, expert_bytes=MIB, budget_bytes=100 * MIB, least_budget_bytes=4 * MIB, standing=64, leasable=60,
+    unpacked_slots=None, unpacked_bytes=3 * MIB, leased=None, lacking_bytes=0, free_bytes=1000 * MIB, directory=Path("/s"),
+    is_running=False,
 )  # fmt: skip
 
 
@@ -47,6 +48,13 @@ def test_what_is_missing_is_named_by_the_byte() -> None:
         replace(MADE, budget_bytes=3 * MIB, is_running=True).check()
 
 
+def test_more_experts_at_hand_than_a_new_store_can_lease_are_refused() -> None:
+    replace(MADE, lacking_bytes=MIB, leased=60).check()
+    with pytest.raises(CapacityError, match=r"of 100 MiB 60 experts can be at hand .* asks for 61: give that number"):
+        replace(MADE, lacking_bytes=MIB, leased=61).check()
+    replace(MADE, leased=61).check()  # of a store that is there the daemon knows
+
+
 @pytest.fixture
 def skeleton() -> Any:
     return modeling.on_meta(modeling_class(families()["mixtral"]), tiny_config("mixtral"))
@@ -65,7 +73,7 @@ def test_a_plan_asks_room_for_a_store_that_is_new_and_for_no_other(
     first = planned()
     assert (first.standing, first.free_bytes, first.unpacked_slots) == (first.key_count, 5, None)
     assert first.lacking_bytes > first.key_count * first.expert_bytes
-    assert (planned(3).standing, planned(3).leased) == (first.key_count, 3)
+    assert (planned(3).standing, planned(3).leased, planned(3).leasable) == (first.key_count, 3, first.key_count)
     assert not first.is_running
     stopped, served = planned(there=RunStore(is_new=False)), planned(there=RunStore(is_new=False, budget_bytes=MIB))
     assert [(later.lacking_bytes, later.is_running) for later in (stopped, served)] == [(0, False), (0, True)]

@@ -71,8 +71,8 @@ def import_checkpoint(
     rank, world_size: of a job whose ranks import together, each its share of the keys; all must call this.
     heat: how much the experts are to be used, as for `begin_initialize`: a trace of the model, or its file.
     Raises CheckpointError naming file and tensor where something is damaged, missing or of another shape, or where the attempt
-    before was of another checkpoint; then nothing was put; or a file that changed meanwhile. SchemaMismatch, UnsupportedModel, StepOutOfOrder if the namespace is
-    committed, and what the daemon raises; then the attempt can be resumed.
+    before was of another checkpoint; then nothing was put. CheckpointError for a file that changed meanwhile, SchemaMismatch,
+    UnsupportedModel, StepOutOfOrder if the namespace is committed, and what the daemon raises; then the attempt can be resumed.
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"import_checkpoint: rank={rank} of world_size={world_size}")
