@@ -25,7 +25,7 @@ def main() -> int:
 
 def measure(bench: Bench) -> list[Row]:
     """Measures everything."""
-    return [measure_reopen(bench), *measure_commits(bench), *measure_amplification(bench), measure_checksums(bench)]
+    return [measure_reopen(bench), *measure_commits(bench), *measure_amplification(bench), *measure_checksums(bench)]
 
 
 if __name__ == "__main__":
