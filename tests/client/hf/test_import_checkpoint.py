@@ -16,7 +16,7 @@ from paramstore_client.hf.checkpoint.progress import Progress
 from paramstore_client.hf.checkpoint.skeleton import skeleton
 from paramstore_client.hf.import_checkpoint import import_checkpoint
 from paramstore_client.hf.model.layout import find_layout
-from paramstore_client.safetensors_file import read_header
+from paramstore_client.safetensors_file import Files, read_header
 from paramstore_testkit.training.saved_models import expert_values, load_stock, save_stock, weight_map
 
 pytestmark = pytest.mark.slow
@@ -281,6 +281,15 @@ def test_a_file_that_is_cut_off_while_it_is_read_stops_the_import_and_it_goes_on
         result = import_checkpoint(checkpoint, namespace, model)
         assert result.resumed >= 2
         assert result.resumed + result.records == len(namespace.keys())
+
+
+def test_a_read_from_a_file_that_was_cut_off_since_names_the_byte(damaged: Path) -> None:
+    file = next(damaged.glob("*.safetensors"))
+    tensor = max(read_header(file).values(), key=lambda tensor: tensor.offset_bytes)
+    with file.open("r+b") as opened:
+        opened.truncate(tensor.offset_bytes + 1)
+    with Files() as files, pytest.raises(CheckpointError, match=f"was cut off at byte {tensor.offset_bytes + 1} while it was read"):
+        files.read(tensor, memoryview(bytearray(tensor.length_bytes)))
 
 
 def rewritten(file: Path, other: Path) -> None:
