@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import sys
 from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from paramstore.core.arguments import number
 from paramstore.core.key import ExpertKey, KeySpace
@@ -38,7 +40,7 @@ EVERY_USED: Order = (False, 0.0, 0, 0)
 Heat = Callable[[ExpertKey], float]
 """How much a record is used, 0 for not at all; comparable within one namespace."""
 Copies = Callable[[ExpertKey], int]
-"""How many copies of a record lie on volumes: of each step at which it has other bytes, one."""
+"""How many extents a record takes on volumes: of each step at which it has other bytes, one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class GivenHeat:
 
     def ranking(self, fitting: Sequence[int]) -> Ranking:
         """Ranks exactly. fitting: how many of the records fit each speed class, the fastest first."""
-        return _ranking([(True, *rank) for rank in self.ranks], fitting, each=1, standing=None)
+        return _ranking(self.ranks, range(1, len(self.ranks) + 1), fitting, each=1, standing=None)
 
 
 NO_HEAT = GivenHeat({}, ())
@@ -92,22 +94,26 @@ def rank_records(keys: KeySpace, heat: Heat, fitting: Sequence[int], *, copies: 
     ranks = sorted((_rank(key, found) for key in sample if (found := heat(key)) > 0.0), reverse=True)
     count = min(int(standing / each), len(ranks))
     least = ranks[count - 1] if count else None
-    places = [_place(rank, least) for rank in ranks for _ in range(copies((-rank[1], -rank[2])))]
-    return _ranking(sorted(places, reverse=True), fitting, each=each, standing=least)
+    ranks = ranks[count:] + ranks[:count]
+    ends = list(accumulate(copies((-layer, -expert)) for _, layer, expert in ranks))
+    return _ranking(ranks, ends, fitting, each=each, standing=least)
 
 
-def _ranking(places: Sequence[Order], fitting: Sequence[int], *, each: float, standing: Rank | None) -> Ranking:
-    """Gives the classes their least places. each: how many one of `places` stands for."""
+def _ranking(
+    ranks: Sequence[Rank], ends: Sequence[int], fitting: Sequence[int], *, each: float, standing: Rank | None
+) -> Ranking:
+    """Gives the classes their least places. ranks: in the order in which they take room; ends: of each and those before it, how
+    many copies there are; each: how many one of these stands for."""
     least: list[Order | None] = []
-    fit, end = 0, 0
+    fit, end, last = 0, 0, ends[-1] if ends else 0
     for count in fitting[:-1]:
         fit += count
-        if not count or end > len(places):
+        if not count or end > last:
             least.append(None)
             continue
         end = max(end + 1, int(fit / each))  # a class that is smaller than what one record stands for takes some
-        least.append(places[end - 1] if end <= len(places) else EVERY_USED)
-    has_room = not places or fit > len(places) * each
+        least.append(_place(ranks[bisect_left(ends, end)], standing) if end <= last else EVERY_USED)
+    has_room = not ends or fit > last * each
     return Ranking(tuple(least), unused=None if has_room else len(least), standing=standing)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,15 @@ def test_given_heat_of_few_records_among_many_is_ranked_exactly() -> None:
     hot = draw.sample(list(LARGE), 20)
     ranking = GivenHeat.of({key: 1.0 + place for place, key in enumerate(reversed(hot))}).ranking([10, 99_999])
     assert [key for key in hot if ranking.class_of(key, 20.0 - hot.index(key)) == 0] == hot[:10]
+
+
+def test_given_heat_is_walked_once_and_not_for_each_ranking() -> None:
+    class Unwalked(list[Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("walked again")
+
+    given = GivenHeat.of({key: 1.0 + place for place, key in enumerate(KEYS)})
+    assert GivenHeat(given.heats, Unwalked(given.ranks)).ranking([4, 99]) == given.ranking([4, 99])
 
 
 @pytest.mark.parametrize("used", [10, 32_768])

@@ -1,9 +1,9 @@
 """Decides on which class of volumes a record's next extent should lie: the hottest records on the fastest ones.
 
-What fits a class is counted in extents: a record takes those that it holds, one for each retained step that changed it, and the
-next one's if the newest step did. Until its end an initialization goes by the heat that came with it, and each record of a trained
-namespace takes as many as steps are retained, and one more; everything later goes by what the policy of the namespace's `param`
-arena counts, if it counts uses of what it does not hold too. Where the volumes are of one class nothing is looked at.
+What fits a class is counted in extents: a record that the newest step changed takes as many as steps are retained, and one more, as
+it will if it is changed again and again; another takes those that it holds. Until its end an initialization goes by the heat that
+came with it, and each record of a trained namespace takes that many; everything later goes by what the policy of the namespace's
+`param` arena counts, if it counts uses of what it does not hold too. Where the volumes are of one class nothing is looked at.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Placement:
         newest = ledger.committed_step
 
         def copies(key: ExpertKey) -> int:
-            changes = ledger.changes_of(key)
-            return max(1, min(len(changes) + (newest in changes[-1:]), most))
+            count, step = ledger.records_of(key)
+            return max(count, most if step == newest else 1)
 
         return rank_records(namespace.keys, heat, extents, copies=copies, standing=namespace.memory.param.planned_slots)
 

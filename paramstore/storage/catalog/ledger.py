@@ -125,9 +125,10 @@ class Ledger:
         """Keys with more than one row. The others have the same record at every step that is there."""
         return self._layered
 
-    def changes_of(self, key: ExpertKey) -> list[int]:
-        """Steps at which the records of `key` that lie on volumes came into force, oldest first."""
-        return [row.first_step for row in self._contents.rows.get(key, ())]
+    def records_of(self, key: ExpertKey) -> tuple[int, int | None]:
+        """(how many records of `key` lie on volumes, the step at which the newest came into force; None if there is none)."""
+        rows = self._contents.rows.get(key)
+        return (len(rows), rows[-1].first_step) if rows else (0, None)
 
     def changed_at(self, step: int) -> dict[ExpertKey, Located]:
         """The records that `step` changed and that are still there."""

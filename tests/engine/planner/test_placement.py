@@ -57,28 +57,34 @@ def test_where_all_volumes_are_alike_no_class_is_preferred() -> None:
     assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
 
 
-def test_a_record_that_the_newest_step_changed_takes_its_extents_and_the_next_one_s() -> None:
+@pytest.mark.parametrize(("fast", "expected"), [(3, [7]), (6, [6, 7]), (9, [5, 6, 7]), (99, [1, 2, 3, 4, 5, 6, 7])])
+def test_records_that_the_newest_step_changed_take_an_extent_for_each_retained_step_and_one_more(
+    fast: int, expected: list[int]
+) -> None:
+    made = small(fast=fast)
+    use(made, range(KEYS))
+    made.planner.working.placement = Placement(made.space, Retention(retained_steps=2))
+    assert hot(made) == expected
+
+
+def test_records_that_it_did_not_change_take_those_that_they_hold() -> None:
     made = small(fast=6)
     use(made, range(KEYS))
-    assert hot(made) == [5, 6, 7], "all are new: two extents each"
     made.update(made.keys[7])
     made.commit(1)
     made.planner.working.placement = Placement(made.space, Retention(retained_steps=2))
     assert hot(made) == [4, 5, 6, 7], "three extents for the hottest, one for each other"
 
 
-def test_a_record_takes_one_extent_more_than_there_are_retained_steps_at_most() -> None:
+def test_of_trained_records_as_many_of_the_hottest_as_the_param_arena_has_slots_come_last() -> None:
     made = small(fast=6)
-    made.planner.working.placement = Placement(made.space, Retention(retained_steps=0))
-    use(made, range(KEYS))
-    assert hot(made) == [2, 3, 4, 5, 6, 7]
-
-
-def test_as_many_of_the_hottest_as_the_param_arena_has_slots_come_last() -> None:
-    made = small(PARAM)
     use(made, range(KEYS))
     made.param_arena.planned_slots = 3
-    assert hot(made) == [2, 3, 4]
+    assert hot(made) == [3, 4]
+    made.update(*made.keys[5:])
+    made.commit(1)
+    made.planner.working.placement = Placement(made.space, Retention(retained_steps=2))
+    assert hot(made) == [1, 2, 3, 4, 7], "one extent for each that the newest step did not change, and room for more"
 
 
 def test_records_for_inference_are_there_once() -> None:
