@@ -155,18 +155,21 @@ def test_however_many_ask_one_record_is_read_for_its_sums_at_a_time_and_once(at_
     at_desk(scenario, **VOLUME, extent_leases=4)
 
 
-def test_who_waits_for_sums_of_a_volume_that_hangs_is_told_so_and_leases_nothing(at_desk: AtDesk) -> None:
+def test_who_waits_for_sums_of_a_volume_that_hangs_is_told_so_and_one_read_stays_until_it_returns(at_desk: AtDesk) -> None:
     async def scenario(desk: Any) -> None:
         client = await desk.client()
         handle = await served(desk, client)
         desk.machine.workers.pause()
-        for number, keys in enumerate([[(0, 0)], [(0, 0), (0, 1)]]):
+        for number, keys in enumerate([[(0, 0)], [(0, 0), (0, 1)], [(0, 2)]]):
             await client.send(m.AcquireExtents(900 + number, handle, keys))
-        for number in range(2):
-            with pytest.raises(WaitTimeout, match=r"device sums of . records of 'm': nothing in the store has moved for 0\.1 s"):
+            with pytest.raises(WaitTimeout, match=r"device sums of \d records of 'm': nothing in the store has moved for 0\.1 s"):
                 await client.result(900 + number)
-        assert pins(desk) == 0
+        assert (desk.machine.workers.waiting, pins(desk)) == (1, 4), "a worker reads the first, and nobody the others"
+        with pytest.raises(CapacityError, match="4 are"):
+            await client.request(m.AcquireExtents, handle, [(0, 3)])
         desk.machine.workers.resume()
+        await desk.until(lambda: pins(desk) == 0)
+        assert desk.store.namespaces["m"].stats.records_read_for_sums == 1
         await client.request(m.AcquireExtents, handle, [(0, 0), (0, 1)])
 
     at_desk(scenario, **VOLUME, extent_leases=4, wait_timeout_s=0.1)

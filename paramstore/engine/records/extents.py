@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakKeyDictionary
 
 from paramstore.core.key import ExpertKey
@@ -28,11 +29,14 @@ READS_FOR_SUMS_MAX = 1
 
 @dataclass(slots=True, eq=False)
 class ExtentLease:
-    """One client's right to read these records from the volumes. sums: of each, in the same order, once it is granted."""
+    """One client's right to read these records from the volumes. sums: of each, in the same order, once it is granted. finding:
+    what finds them; it outlives a lease that ends while a volume hangs, and the pins with it."""
 
     view: View
     located: Sequence[Located]
     sums: list[bytes]
+    finding: asyncio.Task[None] | None = None
+    is_ended: bool = False
 
 
 class Extents:
@@ -84,20 +88,18 @@ class Extents:
     async def grant(self, lease: ExtentLease, keys: Sequence[ExpertKey]) -> None:
         """Finds the device sums of the lease's records, in order of its `keys`. Raises VolumeError, CorruptRecord, WaitTimeout, and
         what says that the view was closed meanwhile; the lease stays to be ended."""
-        finding = asyncio.ensure_future(self._find_sums(lease, keys))
-        try:
-            what = f"device sums of {len(keys)} records of {lease.view.namespace.name!r}"
-            await until_woken(finding, self._transfers.runner, stall_s=self._wait_timeout_s, what=what)
-        finally:
-            finding.cancel()  # what a worker reads ends all the same, and nobody looks at it
-            await asyncio.wait([finding])
-        finding.result()
+        lease.finding = asyncio.get_running_loop().create_task(self._find_sums(lease, keys), name="device sums")
+        what = f"device sums of {len(keys)} records of {lease.view.namespace.name!r}"
+        await until_woken(lease.finding, self._transfers.runner, stall_s=self._wait_timeout_s, what=what)
+        lease.finding.result()
 
     async def _find_sums(self, lease: ExtentLease, keys: Sequence[ExpertKey]) -> None:
         namespace, sums = lease.view.namespace, self._transfers.sums
         for key, located in zip(keys, lease.located, strict=True):
             if sums.find(namespace.name, key, located) is None:
                 async with self._reading_for_sums[located.extent.volume]:
+                    if lease.is_ended:
+                        return
                     lease.view.check_open()
                     if sums.find(namespace.name, key, located) is None:  # nobody has read it meanwhile
                         await self._transfers.read_for_sums(namespace, key, located)
@@ -106,7 +108,20 @@ class Extents:
             lease.sums.append(found)
 
     def end(self, lease: ExtentLease) -> None:
-        """Unpins the lease's extents; whoever waits for space goes on."""
+        """Ends the lease: its extents are unpinned, and whoever waits for space goes on; at once, or when a worker that reads one
+        of them for its sums has returned."""
+        lease.is_ended = True
+        if lease.finding is None or lease.finding.done():
+            self._unpin(lease)
+        else:
+            lease.finding.add_done_callback(partial(self._end_finding, lease))
+
+    def _end_finding(self, lease: ExtentLease, finding: asyncio.Task[None]) -> None:
+        if not finding.cancelled():
+            finding.exception()  # seen: nobody waits for these sums any more
+        self._unpin(lease)
+
+    def _unpin(self, lease: ExtentLease) -> None:
         self._leases.remove(lease)
         self.leased_count -= len(lease.located)
         with self._transfers.deciding() as planner:
