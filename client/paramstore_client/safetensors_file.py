@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -105,6 +106,13 @@ def _tensor(file: Path, name: str, value: Any, data_start: int, size_bytes: int)
     return tensor
 
 
+def _check_apart(tensors: Iterable[StoredTensor]) -> None:
+    """Raises CheckpointError naming two tensors that share bytes."""
+    for one, next_one in pairwise(sorted(tensors, key=lambda tensor: (tensor.offset_bytes, tensor.length_bytes))):
+        if next_one.offset_bytes < one.offset_bytes + one.length_bytes:
+            raise CheckpointError(f"{next_one} lies over tensor {one.name!r}: fetch the file again")
+
+
 class Files:
     """Files that are read from, opened once each. A context manager."""
 
@@ -135,9 +143,11 @@ class Files:
             described, data_start, size_bytes = _described(file, self._descriptor(file))
         except OSError as error:
             raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
-        return {
+        tensors = {
             name: _tensor(file, name, value, data_start, size_bytes) for name, value in described.items() if name != "__metadata__"
         }
+        _check_apart(tensors.values())
+        return tensors
 
     def checksum(self, file: Path) -> tuple[int, str]:
         """Reads the whole of `file`. Returns its size and its xxh3, as 16 hexadecimal digits. Raises CheckpointError."""

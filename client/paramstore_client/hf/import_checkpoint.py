@@ -1,7 +1,7 @@
 """Imports the experts of a checkpoint into a namespace, one at a time, over as many attempts as it takes.
 
 - Nothing is put before the whole checkpoint has been looked at: names, shapes, dtypes, lengths of files; and nothing that was read
-  after one of these changed.
+  from a file which changed since.
 - Every `save_every_s` seconds, and when it is interrupted, what is there is made durable. An attempt that dies loses what it put
   since then; the next one goes on from there, and refuses another checkpoint than the one that was begun with.
 - The namespace is committed at the end, and not before: until then nobody can read it or train with it.
@@ -30,7 +30,7 @@ from paramstore_client.handle.initialization import Initialization
 from paramstore_client.handle.origin import Origin
 from paramstore_client.hf.checkpoint.progress import Progress, Report, reported
 from paramstore_client.hf.checkpoint.recipes import ExpertSource
-from paramstore_client.hf.checkpoint.shards import Checkpoint, open_checkpoint
+from paramstore_client.hf.checkpoint.shards import Checkpoint, check_unchanged, open_checkpoint
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
 from paramstore_client.quantized.packed import is_packed, packed_tensors
@@ -111,7 +111,7 @@ def _put_all(
     for number, key in enumerate(wanted, start=1):
         initialization.settle(VALUES_IN_FLIGHT - 1)  # before the next one takes memory
         values = source.read(key, files)
-        checkpoint.check_unchanged()
+        check_unchanged(checkpoint.states, source.files(key))
         initialization.put(key, values if is_trained else _as_stored(values, dtypes))
         del values
         saver.save_if_due()

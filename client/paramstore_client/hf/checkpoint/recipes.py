@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -232,6 +233,12 @@ class ExpertSource:
             parts = {pattern: read_tensor(stored, files) for pattern, source in sources.items() for stored in stored_of(source)}
             values[recipe.tensor.name] = self._made(recipe, parts)
         return values
+
+    def files(self, key: ExpertKey) -> set[Path]:
+        """The files that one expert is read from."""
+        layer, expert = key
+        sources = (source for recipe in self._recipes[layer] for source in recipe.of(expert).values())
+        return {stored.file for source in sources for stored in stored_of(source)}
 
     def stored(self) -> Iterator[StoredTensor]:
         """All tensors of the checkpoint that the experts are made of."""

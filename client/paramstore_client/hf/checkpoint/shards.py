@@ -1,14 +1,14 @@
 """A checkpoint as transformers writes and reads it: one safetensors file, or shards with an index, in a directory.
 
 An open checkpoint has been looked at as a whole: every file of the index is there, and every tensor of the index in its file. What
-was read of it is of one checkpoint as long as `check_unchanged` finds each file as it was then.
+was read of a file since is of that checkpoint as long as `check_unchanged` finds the file as it was.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from paramstore_client.safetensors_file import StoredTensor, read_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-FileState = tuple[int, int, int, int] | None
-"""Device, inode, size and time of the last write; None of a file that is not there."""
+FileState = tuple[int, int, int] | None
+"""Size, and times of the last write and of the last change of the file's entry, in ns; None of a file that is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,15 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     states: Mapping[Path, FileState]
 
-    def check_unchanged(self) -> None:
-        """Raises CheckpointError naming a file that was written, replaced or removed since."""
-        for file, state in self.states.items():
-            if _state_of(file) != state:
-                raise CheckpointError(
-                    f"{file} changed while it was read: what was read before is kept. Put the file back, and the same import goes "
-                    "on; or import what is there now from the start, with resume=False or into another namespace"
-                )
+
+def check_unchanged(states: Mapping[Path, FileState], files: Iterable[Path]) -> None:
+    """Raises CheckpointError naming one of `files` that was written, replaced or removed since its state was taken."""
+    for file in files:
+        if state_of(file) != states[file]:
+            raise CheckpointError(
+                f"{file} changed while it was read: what was imported before is kept. Put the file back, and the same import goes "
+                "on; or import what is there now, under another name, or from the start with import_checkpoint(resume=False)"
+            )
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -49,12 +50,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if not file.exists():
             way_on = "save_pretrained of the model that transformers loads from there writes them"
             raise CheckpointError(f"{directory} has neither {INDEX} nor {WEIGHTS}: {way_on}")
-        states = {file: _state_of(file)}
+        states = {file: state_of(file)}
         return Checkpoint(directory, read_header(file), states)
-    states = {index: _state_of(index)}
     weight_map = _weight_map(index)
     names = sorted(set(weight_map.values()))
-    states |= {directory / name: _state_of(directory / name) for name in names}
+    states = {directory / name: state_of(directory / name) for name in names}
     headers = {name: read_header(directory / name) for name in names}
     tensors = {}
     for name, file_name in weight_map.items():
@@ -65,12 +65,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(directory, tensors, states)
 
 
-def _state_of(file: Path) -> FileState:
+def state_of(file: Path) -> FileState:
+    """What tells a file from the one that it was before."""
     try:
         found = file.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _weight_map(index: Path) -> dict[str, str]:

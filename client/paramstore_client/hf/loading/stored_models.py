@@ -11,29 +11,27 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from paramstore.core import arguments
-from paramstore.core.key import KeySpace, check_name
+from paramstore.core.key import check_name
 from paramstore.core.optimizers import OPTIMIZERS
 from paramstore.core.schema import UPDATE_RULES, Schema
 from paramstore.errors import CheckpointError, ConfigError
 from paramstore.policy.slot_visit import SlotCounts
-from paramstore_client.checkpoint_directory import checkpoint_directory
 from paramstore_client.client import Store
 from paramstore_client.device.host_slots import HostSlots, standing
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.device.visit_order import declare_order
-from paramstore_client.handle.given_heat import Heat, packed_heat
+from paramstore_client.handle.given_heat import Heat
 from paramstore_client.hf.checkpoint.shards import open_checkpoint
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.compat.quantization import dequantize_dense
 from paramstore_client.hf.compat.refusals import check_arguments, check_config
-from paramstore_client.hf.import_checkpoint import check_imported, import_checkpoint, packed_schema
 from paramstore_client.hf.loading import spinning_threads
+from paramstore_client.hf.loading.checkpoint_source import CheckpointSource, Seen, directory_of
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
 from paramstore_client.hf.loading.namespaces import committed_schema, open_experts
@@ -54,53 +52,6 @@ from paramstore_client.training.sentinel import ExpertSentinel
 
 ON_HOST = Placement(None, None)
 MODES = ("train", "infer")
-CACHE_OPTIONS = ("cache_dir", "revision")
-"""Arguments of from_pretrained that say which files of the hub's cache are meant."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """The checkpoint that a model was loaded from. options: those of `from_pretrained`. is_quantized: as its configuration says."""
-
-    path: str | os.PathLike[str]
-    options: Mapping[str, Any]
-    model: Any
-    progress: Any
-    heat: Heat | None = None
-    is_quantized: bool = False
-
-    def directory(self) -> Path:
-        """The directory of its files. Raises CheckpointError."""
-        cached = {key: self.options[key] for key in CACHE_OPTIONS if self.options.get(key) is not None}
-        return checkpoint_directory(self.path, **cached) / (self.options.get("subfolder") or "")
-
-    def look(self, layout: ExpertLayout) -> Schema | None:
-        """The schema of quantized experts as they are in the checkpoint, None for others. Raises CheckpointError where the experts
-        cannot be imported, before a namespace is made, which stays; ConfigError where the heat is of others."""
-        packed_heat(self.heat, KeySpace.of(layout.layers, layout.experts), namespace=str(self.path))
-        schema = packed_schema(self.directory(), layout, self.model)
-        if schema is not None and not self.is_quantized:
-            raise CheckpointError(
-                f"{self.path}: its experts are quantized, and its configuration has no quantization_config, without which the "
-                "dense part cannot be loaded: dequantize it first"
-            )
-        return schema
-
-    def fill(self, namespace: Namespace) -> None:
-        """Imports the experts into a new namespace; of several ranks, this one's share."""
-        import_checkpoint(
-            self.directory(), namespace, self.model, progress=self.progress, rank=namespace.rank, world_size=namespace.world_size,
-            heat=self.heat,
-        )  # fmt: skip
-
-    def check(self, namespace: Namespace) -> bool:
-        """Returns whether a committed namespace is known to hold what was imported from this checkpoint, or was trained from it.
-        Raises CheckpointError where it was another one."""
-        try:
-            directory = self.directory()
-        except CheckpointError:
-            return False  # in a format whose experts could not have been imported either
-        return check_imported(directory, namespace, self.model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,13 +165,19 @@ def from_pretrained(
     )  # fmt: skip
     _check(model_class, name)
     arguments.path("path", path)
+    seen = Seen.of(path, options)
     loaded, requested, options, is_quantized = _load_dense(model_class, path, options, mode=mode)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
-    source = _Source(path, options, model, progress, heat, is_quantized)
+    source = CheckpointSource(path, options, model, progress, heat, is_quantized)
     name = name or _name_of(path)
     opened = wanted.give_experts(model, name, requested, look=source.look, fill=source.fill, check=source.check)
-    if mode == "infer":
-        _take_dense(model, opened, source)
+    try:
+        seen.check()
+        if mode == "infer":
+            take_dense(model, opened, path, is_imported_from=lambda: source.check(opened))
+    except BaseException:
+        opened.close()
+        raise
     return loaded
 
 
@@ -345,15 +302,6 @@ def join(
         raise
 
 
-def _take_dense(model: nn.Module, namespace: Namespace, source: _Source) -> None:
-    """Gives a served model the dense weights of its experts' step, where that names them; closes the namespace where that fails."""
-    try:
-        take_dense(model, namespace, source.path, is_imported_from=lambda: source.check(namespace))
-    except BaseException:
-        namespace.close()
-        raise
-
-
 def _load_dense(
     model_class: Any, path: str | os.PathLike[str], options: dict[str, Any], *, mode: str
 ) -> tuple[Any, str, dict[str, Any], bool]:  # fmt: skip
@@ -380,7 +328,7 @@ def _load_dense(
         raise CheckpointError(f"{os.fspath(path)}: the checkpoint is not whole: {error}: fetch it again") from error
     except modeling.damaged_file() as error:
         try:
-            open_checkpoint(_Source(path, options, None, None).directory())  # looks at each file, and names it
+            open_checkpoint(directory_of(path, options))  # looks at each file, and names it
         except CheckpointError as named:
             raise named from error
         raise CheckpointError(f"{os.fspath(path)}: a file of the checkpoint is damaged: {error}: fetch it again") from error
