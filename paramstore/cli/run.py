@@ -5,6 +5,7 @@ An interrupt keeps what was imported; the same command goes on with the rest.
 
 from __future__ import annotations
 
+import logging
 import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +71,7 @@ def run(
     how = AnswerSettings(tokens=tokens, temperature=temperature, is_raw=raw, follows=follow)
 
     def use(opened: RunModel) -> None:
+        imported()
         answers = Answers(opened, how, tell=_tell)
         try:
             if asked is not None:
@@ -80,7 +82,7 @@ def run(
             if answers.figures.answers:
                 _tell(answers.figures.line())
 
-    with _telling_of_interrupts():
+    with _telling_of_interrupts() as imported:
         use_model(home, settings, _tell, use)
 
 
@@ -114,10 +116,11 @@ def serve_model(
         sys.stdout.flush()
 
     def use(opened: RunModel) -> None:
+        imported()
         server.serve(opened, listener, ready=ready, tell=_tell)
         _tell("stopped")
 
-    with listener, _telling_of_interrupts():
+    with listener, _telling_of_interrupts() as imported:
         server = ModelServer(model)
         use_model(home, settings, _tell, use)
 
@@ -201,11 +204,14 @@ def _stoppable(answer: Callable[[Sequence[dict[str, str]]], str], stop: Callable
 
 
 @contextmanager
-def _telling_of_interrupts() -> Iterator[None]:
-    """A block whose interrupt is told in one line, whatever exception it has become on its way here."""
+def _telling_of_interrupts() -> Iterator[Callable[[], None]]:
+    """A block whose interrupt is told in one line, whatever exception it has become on its way here; what it yields is called once
+    nothing is imported any more. Warnings of the libraries look like our lines."""
+    logging.basicConfig(format="paramstore: %(message)s", level=logging.WARNING)
+    done = list[bool]()
     try:
-        yield
+        yield lambda: done.append(True)
     except BaseException:
         if told() is not None:
-            _tell("interrupted; what was imported stays, and the same command goes on from it")
+            _tell("interrupted" if done else "interrupted; what was imported stays, and the same command goes on from it")
         raise

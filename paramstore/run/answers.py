@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paramstore.clock import Clock, MonotonicClock
-from paramstore.errors import ConfigError
+from paramstore.errors import ConfigError, StoreUnavailable
 from paramstore.run.chat import Message
 from paramstore.run.figures import Figures
 from paramstore.run.model import RunModel
@@ -102,10 +102,14 @@ class Answers:
         length = prompt["input_ids"].shape[1]
         listener = _Listener(transformers.TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True), self._clock)
         before, begun_s = self._counted(), self._clock.now_s()
-        made = model.generate(
-            **prompt, streamer=listener, max_new_tokens=self._most_new(length),
-            stopping_criteria=stopping_when(lambda: self._is_stopped), pad_token_id=self._padding(), **self._settings.sampling(),
-        )  # fmt: skip
+        try:
+            made = model.generate(
+                **prompt, streamer=listener, max_new_tokens=self._most_new(length), pad_token_id=self._padding(),
+                stopping_criteria=stopping_when(lambda: self._is_stopped), **self._settings.sampling(),
+            )  # fmt: skip
+        except StoreUnavailable:
+            listener.end()  # so that what is told of it begins a line
+            raise
         uses, hits, bytes_read, waited_s = (now - then for now, then in zip(self._counted(), before, strict=True))
         self.figures += Figures(
             tokens=listener.tokens, answers=1, first_s=listener.first_s - begun_s, further_s=listener.last_s - listener.first_s,

@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import paramstore_client as client
-from paramstore.errors import CheckpointError, WriterFenced
+from paramstore.errors import CheckpointError, StoreUnavailable, WriterFenced
 from paramstore.run.daemon import RunDaemon
 from paramstore.run.home import Home
 from paramstore.run.plan import budget_of, plan_of
@@ -79,6 +79,8 @@ def use_model(home: Home, settings: RunSettings, tell: Callable[[str], object], 
         namespace = hf.namespace(model)
         try:
             use(RunModel(model, tokenizer, store, namespace))
+        except StoreUnavailable as error:
+            raise StoreUnavailable(f"the daemon of {home.directory} went away: give the same command again") from error
         finally:
             namespace.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import paramstore as ps
 from paramstore.holder import daemon_of
+from paramstore.run import answers
+from paramstore.run.model import RunModel
 from paramstore_client.connection import autostart
 from paramstore_client.handle.dense_part import DensePart
 from paramstore_client.hf.checkpoint.recipes import ExpertSource
@@ -96,6 +99,29 @@ def before(patch: pytest.MonkeyPatch, owner: object, name: str, act: Callable[[]
         here.setattr(owner, name, counting)
         yield
     assert len(counted) >= call, "it was not called so often"
+
+
+@pytest.mark.parametrize("moment", ["answering", "counting"])
+def test_a_daemon_that_is_killed_is_told_on_a_line_of_its_own_and_the_same_command_answers(
+    moment: str, checkpoint: Path, answer: str, tmp_path_factory: pytest.TempPathFactory, paramstore: Run, capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = tmp_path_factory.mktemp("k") / "s"
+    words = ("run", str(checkpoint), "hello", "--dir", str(store), "--expert-memory", "1", *GREEDY)
+
+    def kill() -> None:
+        daemon = daemon_of(store)
+        assert daemon is not None
+        os.kill(daemon, signal.SIGKILL)
+
+    owner, name, call = {"answering": (answers._Listener, "put", 3), "counting": (RunModel, "bytes_read", 2)}[moment]
+    with before(monkeypatch, owner, name, kill, call=call):
+        assert paramstore(*words) == 3
+    said = capsys.readouterr()
+    assert said.out.endswith("\n")
+    assert said.err.endswith(f"StoreUnavailable: the daemon of {store} went away: give the same command again\n")
+    assert paramstore(*words) == 0
+    assert capsys.readouterr().out == answer
 
 
 # --- a disk that fills up

@@ -254,7 +254,10 @@ class _Start:
         lines = self._log_text().splitlines()[-LOG_TAIL_LINES:]
         if lines:
             return f"The end of {self._log}:\n" + "\n".join(lines)
-        left_bytes = shutil.disk_usage(self._directory).free
+        try:
+            left_bytes = shutil.disk_usage(self._directory).free
+        except OSError:
+            left_bytes = LEAST_FREE_BYTES
         full = f": its disk is full, with {left_bytes} bytes free; free some there, and try again"
         return f"{self._log} has nothing new{full if left_bytes < LEAST_FREE_BYTES else '.'}"
 

@@ -22,6 +22,8 @@ def skeleton(path: str | os.PathLike[str], *, dtype: str | None = None, mode: st
     Raises CheckpointError, UnsupportedModel, ConfigError, SchemaMismatch for an unknown dtype.
     """
     directory, transformers = checkpoint_directory(path), modeling.transformers()
+    if not (directory / "config.json").exists():
+        raise CheckpointError(f"{directory} is no checkpoint of transformers: it has no config.json")
     try:
         config, _ = modeling.load_config(
             transformers.AutoModelForCausalLM, directory, local_files_only=True, trust_remote_code=False
