@@ -30,7 +30,7 @@ from paramstore_client.handle.initialization import Initialization
 from paramstore_client.handle.origin import Origin
 from paramstore_client.hf.checkpoint.progress import Progress, Report, reported
 from paramstore_client.hf.checkpoint.recipes import ExpertSource
-from paramstore_client.hf.checkpoint.shards import Checkpoint, check_unchanged, open_checkpoint
+from paramstore_client.hf.checkpoint.shards import open_checkpoint
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.namespace import Namespace
 from paramstore_client.quantized.packed import is_packed, packed_tensors
@@ -80,8 +80,7 @@ def import_checkpoint(
     started_s = now.now_s()
     layout = find_layout(model)
     check_schema(layout, namespace)
-    checkpoint = open_checkpoint(path)
-    source = ExpertSource(model, layout, checkpoint)
+    source = ExpertSource(model, layout, open_checkpoint(path))
     _check_quantized(source, namespace)
     with Files() as sampled:
         fingerprint = source.fingerprint(sampled)
@@ -94,7 +93,7 @@ def import_checkpoint(
             wanted = [key for key in mine if key in missing]
             saver = _Saver(initialization, extra, now, every_s=save_every_s)
             with saver.saving_what_is_there():
-                _put_all(source, checkpoint, files, initialization, namespace, wanted, saver, report, len(mine))
+                _put_all(source, files, initialization, namespace, wanted, saver, report, len(mine))
                 initialization.end()
         namespace.commit(step, extra).wait()
         seconds = now.now_s() - started_s
@@ -102,8 +101,8 @@ def import_checkpoint(
 
 
 def _put_all(
-    source: ExpertSource, checkpoint: Checkpoint, files: Files, initialization: Initialization, namespace: Namespace,
-    wanted: Sequence[ExpertKey], saver: _Saver, report: Report, total: int,
+    source: ExpertSource, files: Files, initialization: Initialization, namespace: Namespace, wanted: Sequence[ExpertKey],
+    saver: _Saver, report: Report, total: int,
 ) -> None:  # fmt: skip
     dtypes = {field.name: DTYPES[field.dtype] for field in namespace.schema.initial_fields()}
     is_trained = namespace.schema.is_trainable
@@ -111,7 +110,6 @@ def _put_all(
     for number, key in enumerate(wanted, start=1):
         initialization.settle(VALUES_IN_FLIGHT - 1)  # before the next one takes memory
         values = source.read(key, files)
-        check_unchanged(checkpoint.states, source.files(key))
         initialization.put(key, values if is_trained else _as_stored(values, dtypes))
         del values
         saver.save_if_due()

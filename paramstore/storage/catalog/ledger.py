@@ -130,10 +130,6 @@ class Ledger:
         rows = self._contents.rows.get(key)
         return (len(rows), rows[-1].first_step) if rows else (0, None)
 
-    def changed_at(self, step: int) -> dict[ExpertKey, Located]:
-        """The records that `step` changed and that are still there."""
-        return {key: row.located for key, row in self._all_rows() if row.first_step == step}
-
     def extents(self) -> Iterator[Extent]:
         """Every extent that a row names, each once."""
         return (row.located.extent for _, row in self._all_rows())

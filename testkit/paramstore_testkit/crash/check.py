@@ -222,7 +222,7 @@ def verify_ledger(
             located = ledger.at(key, step)
             assert located is not None, f"{key} has no record at step {step}"
             verify_record(ledger, key, located, volumes, store_uuid, steps[step], step=step)
-    changed = ledger.changed_at(newest)
+    changed = {key: found for key in KEYS if ledger.records_of(key)[1] == newest and (found := ledger.at(key, newest))}
     for index, volume in volumes.items():
         note = read_note(volume, recovered.superblocks[index], row.note_slot)
         root = combine_roots((key, located.root) for key, located in changed.items())

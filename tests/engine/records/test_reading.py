@@ -156,7 +156,9 @@ def test_a_gradient_that_a_broken_apply_never_took_is_no_gradient_of_zeros() -> 
         store = machine.start()
         view = await create(store, schema=EXACT, experts=24)
         await store.evict(view, None, None)
-        damage(machine, view.namespace.steps.ledger.changed_at(0)[0, 23], PART.header_bytes)
+        located = view.namespace.on_volume((0, 23))
+        assert located is not None
+        damage(machine, located, PART.header_bytes)
         with pytest.raises(StepFailed, match="apply on 'moe' failed"):
             await train(store, view, [(0, expert) for expert in range(1, 24)])
         with pytest.raises(StepFailed, match=r"\(0, 1\) of 'moe': an apply failed.*rollback\(\) is the way on"):

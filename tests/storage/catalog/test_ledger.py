@@ -158,12 +158,11 @@ def test_layered_are_the_keys_whose_record_differs_between_steps() -> None:
     assert ledger.layered == frozenset(), "the step with the other record has gone"
 
 
-def test_changed_at_tells_what_a_step_changed() -> None:
+def test_how_many_records_of_a_key_lie_there_and_which_step_changed_it_last() -> None:
     ledger = new_ledger()
     commit(ledger, 1, a=1, b=2)
     commit(ledger, 2, b=3)
-    assert ledger.changed_at(1) == {A: located(1), B: located(2)}
-    assert ledger.changed_at(2) == {B: located(3)}
+    assert [ledger.records_of(key) for key in (A, B, C)] == [(1, 1), (2, 2), (0, None)]
 
 
 @pytest.mark.parametrize("row", [step_row(5, sequence=9), step_row(4, sequence=9), step_row(6, sequence=5)])
@@ -366,7 +365,7 @@ def test_the_first_commit_ends_the_draft_and_its_records_stay_in_force() -> None
     settle(ledger, publication)
     assert (ledger.draft, ledger.steps()) == (None, [0])
     assert [ledger.at(key, 0) for key in (A, B, C)] == [located(1), located(2), located(3)]
-    assert ledger.changed_at(0) == {C: located(3)}
+    assert [ledger.records_of(key)[1] == 0 for key in (A, B, C)] == [False, False, True]
     for step, number in ((3, 4), (4, 5)):
         gone = freed(commit(ledger, step, a=number))
     assert gone == {1}, "the draft's record of A goes when no step is left that sees it"

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
 from paramstore.errors import CheckpointError, SchemaMismatch
 from paramstore_client.hf.checkpoint.quantized_tensors import CheckpointTensor, QuantizedTensor, paired, spec_of, stored_of
-from paramstore_client.hf.checkpoint.shards import Checkpoint
+from paramstore_client.hf.checkpoint.shards import Checkpoint, check_unchanged
 from paramstore_client.hf.compat.conversions import Conversions, natural_order
 from paramstore_client.hf.model import module_list
 from paramstore_client.hf.model.layout import ExpertLayout, ExpertTensor
@@ -69,7 +68,7 @@ class ExpertSource:
 
     def __init__(self, model: nn.Module, layout: ExpertLayout, checkpoint: Checkpoint) -> None:
         self._layout = layout
-        self._directory = checkpoint.directory
+        self._directory, self._states = checkpoint.directory, checkpoint.states
         self._conversions = Conversions(model)
         self._orders: dict[tuple[ExpertTensor, tuple[str | None, ...]], list[str | None]] = {}
         """Of quantized pieces, by tensor and patterns: which lies below which."""
@@ -221,7 +220,7 @@ class ExpertSource:
     def read(self, key: ExpertKey, files: Files) -> dict[str, Tensor]:
         """The tensors of one expert, by name, in the checkpoint's dtype. At most twice their size is held meanwhile.
 
-        Raises CheckpointError naming file and tensor.
+        Raises CheckpointError naming file and tensor, or a file that is not as it was when the checkpoint was opened.
         """
         layer, expert = key
         values: dict[str, Tensor] = {}
@@ -232,13 +231,8 @@ class ExpertSource:
                 continue
             parts = {pattern: read_tensor(stored, files) for pattern, source in sources.items() for stored in stored_of(source)}
             values[recipe.tensor.name] = self._made(recipe, parts)
+        check_unchanged(self._states, {stored.file for stored in self.sources(key)})
         return values
-
-    def files(self, key: ExpertKey) -> set[Path]:
-        """The files that one expert is read from."""
-        layer, expert = key
-        sources = (source for recipe in self._recipes[layer] for source in recipe.of(expert).values())
-        return {stored.file for source in sources for stored in stored_of(source)}
 
     def stored(self) -> Iterator[StoredTensor]:
         """All tensors of the checkpoint that the experts are made of."""
