@@ -243,6 +243,11 @@ class LeasePlanner:
 
     # --- queues
 
+    def cancel_slot(self, request: SlotRequest, error: ParamStoreError) -> None:
+        """Fails a request for a slot that is given up before it is finished; those behind it go on."""
+        self._requests.abandon(request, error)
+        self.pump(request.namespace)
+
     def pump(self, namespace: NamespaceState) -> None:
         """Lets requests that wait for slots go on, in the order in which they came, as far as there are slots."""
         if namespace.writing.is_rolling_back:

@@ -102,7 +102,7 @@ class Access:
             if not request.is_finished:
                 error = WaitTimeout(f"{key} of {namespace.name!r}: its request was given up")
                 with self._transfers.deciding() as planner:
-                    planner.requests.abandon(request, error)
+                    planner.leases.cancel_slot(request, error)
         if request.error is not None:
             raise request.error
         return working

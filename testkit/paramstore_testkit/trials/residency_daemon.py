@@ -49,11 +49,7 @@ class ResidencyDaemon:
             if request.error is None:
                 self.small.unhold(working)
             return
-        if request in self.small.working_arena.waiting:
-            self.small.working_arena.waiting.remove(request)
-        if request in working.requests:
-            working.requests.remove(request)
-        request.is_finished, request.error = True, WaitTimeout("given up")
+        self.planner.leases.cancel_slot(request, WaitTimeout("given up"))
         self.checks.finished.add(request)
 
     def write(self, pick: int) -> None:

@@ -12,7 +12,7 @@ from paramstore.engine.planner.working_copies import may_update
 from paramstore.engine.tables.copies import WorkingCopy
 from paramstore.engine.tables.moves import Move, MoveKind
 from paramstore.engine.tables.requests import SlotRequest, Urgency
-from paramstore.errors import CapacityError, ParamStoreError, StepFailed, VolumeError
+from paramstore.errors import CapacityError, ParamStoreError, StepFailed, VolumeError, WaitTimeout
 from paramstore_testkit.stores.settling import settle_cut
 from paramstore_testkit.stores.small_planner import A, B, C, D, SmallPlanner, in_state
 from paramstore_testkit.stores.small_planner import working_desk as desk
@@ -70,6 +70,20 @@ def test_who_finds_no_slot_waits_in_the_order_they_came() -> None:
     small.unhold(small.namespace.residency.working[B])
     small.land_all()
     assert third.is_finished
+
+
+def test_who_gives_up_lets_those_behind_go_on_in_a_slot_that_is_there_already() -> None:
+    small = desk()
+    for key in (A, B):
+        small.held(key)
+    first, given_up, behind = small.hold(C), small.hold(D), small.hold(C)
+    small.unhold(small.namespace.residency.working[A])
+    small.land_all()
+    assert (first.is_finished, given_up.is_finished, behind.is_finished) == (True, False, False)
+    small.planner.leases.cancel_slot(given_up, WaitTimeout("given up"))
+    assert (behind.is_finished, behind.error) == (True, None)
+    assert small.namespace.residency.working[C].holders == 2
+    assert not small.working_arena.waiting
 
 
 def test_who_waits_for_a_slot_has_dirty_records_written_at_demand_longest_resident_first() -> None:
