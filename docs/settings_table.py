@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from paramstore import config
-from paramstore.config import ENVIRONMENT_PREFIX, SHORT_NAMES, SIZE_SETTINGS, Config, PolicyConfig, format_size
+from paramstore.config import ENVIRONMENT_PREFIX, SHORT_NAMES, SIZE_SETTINGS, Config, PolicyConfig
+from paramstore.sizes import format_size
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN, END = "<!-- settings: begin -->", "<!-- settings: end -->"

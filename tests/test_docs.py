@@ -18,8 +18,9 @@ import pytest
 
 import paramstore
 from paramstore.cli.serve import serve
-from paramstore.config import Config, format_size
+from paramstore.config import Config
 from paramstore.errors import CLASSES
+from paramstore.sizes import format_size
 from paramstore.wire import messages
 from paramstore.wire.messages import Message
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from paramstore.bench.report.plot import LIMIT, OURS, PEER, TARGET
 from paramstore.bench.report.rows import Report
 from paramstore.bench.report.table import machine_line
-from paramstore.config import format_size
+from paramstore.sizes import format_size
 from paramstore_bench.training import TRAINING
 
 PHASE, STEP = "update phase", "optimizer step"

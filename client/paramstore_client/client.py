@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from paramstore.clock import MonotonicClock
-from paramstore.config import Config, format_size, parse_size
+from paramstore.config import Config
 from paramstore.core.arguments import choice, flag, instance, seconds, whole_number, wrong
 from paramstore.core.key import ExpertKey, KeySpace, check_name
 from paramstore.core.schema import Schema
 from paramstore.errors import ParamStoreError, StoreUnavailable, WaitTimeout
+from paramstore.sizes import format_size, parse_size
 from paramstore.wire.messages import (
     LABEL_MAX,
     MAGIC,

@@ -24,7 +24,7 @@ def export(
 ) -> None:
     """Write a namespace as a Hugging Face checkpoint, streamed; whole, or without an index."""
     import paramstore_client as client
-    from paramstore.config import format_size, parse_size
+    from paramstore.sizes import format_size, parse_size
     from paramstore_client.checkpoint_directory import checkpoint_directory
 
     directory = checkpoint_directory(model)  # told before the imports that take seconds

@@ -15,8 +15,8 @@ from pathlib import Path
 import typer
 
 from paramstore.cli.signals import end_as_interrupt, stopping, told
-from paramstore.config import parse_size
 from paramstore.errors import ConfigError
+from paramstore.sizes import parse_size
 
 MODEL_HELP = "A directory of safetensors, or the id of a model in the hub's cache; nothing is fetched."
 PROMPT_HELP = "What to answer, above what standard input has. Without both, on a terminal, a chat, line by line."

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import typer
 
-from paramstore.config import load
 from paramstore.errors import ConfigError
 
 
@@ -25,6 +24,7 @@ def serve(
     log_level: str = typer.Option("info", help="debug, info, warning or error."),
 ) -> None:
     """Serve a store until SIGTERM, Ctrl-C or `paramstore stop`. Prints `ready unix:///...` when clients can connect."""
+    from paramstore.config import load
     from paramstore.daemon.server import run
 
     level = logging.getLevelNamesMapping().get(log_level.upper())

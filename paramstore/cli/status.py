@@ -13,7 +13,7 @@ import typer
 
 from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.verify import described_lines
-from paramstore.config import format_size
+from paramstore.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -163,8 +163,8 @@ def replayed(trace: Trace, *, slots: str | None, shares: str | None, policies: S
 
 def cost_of(trace: Trace, load_rate: str | None, compute_ms: float | None) -> Cost | None:
     """What `--load-rate` and `--compute-ms` say; None where there is no rate. Raises ConfigError."""
-    from paramstore.config import parse_size
     from paramstore.sim.picture import Cost
+    from paramstore.sizes import parse_size
 
     compute_s = None if compute_ms is None else compute_ms / 1e3
     if load_rate is None:

@@ -16,7 +16,7 @@ import typer
 from paramstore.cli.address import ADDRESS_HELP
 from paramstore.cli.exits import CORRUPT
 from paramstore.cli.signals import end_as_interrupt
-from paramstore.config import format_size, parse_size
+from paramstore.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from paramstore.clock import MonotonicClock
-from paramstore.config import Config, format_size
+from paramstore.config import Config
 from paramstore.daemon.service import Service
 from paramstore.daemon.volume_places import (
     adopt_new_volumes,
@@ -56,6 +56,7 @@ from paramstore.engine.transfers.workers import ThreadWorkers, Workers
 from paramstore.errors import CatalogError, ConfigError
 from paramstore.memory.arena import PageReport, Segment, allocate_private, allocate_shared, allocate_upload, probe_pages
 from paramstore.policy.make import make_policy
+from paramstore.sizes import format_size
 from paramstore.storage.catalog.base import Catalog, Contents
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 from paramstore.storage.lock import StoreLock

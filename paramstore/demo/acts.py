@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TextIO
 
 import paramstore as ps
-from paramstore.config import format_size
 from paramstore.core.key import ExpertKey
 from paramstore.demo.batches import held_out_batches
 from paramstore.demo.checkpoint import CheckpointFolder, CheckpointName
@@ -31,6 +30,7 @@ from paramstore.demo.trace import StepTrace, equal_losses
 from paramstore.demo.traffic import Memory, Placement, Traffic, resident_param_bytes
 from paramstore.demo.training import ResidentPlace, Trainer, repeatable
 from paramstore.errors import ConfigError, StoreLocked
+from paramstore.sizes import format_size
 
 MARKER = ".paramstore-demo"
 CORPUS, STORE, CHECKPOINTS, REPORT, PICTURE = "corpus", "store", "checkpoints", "report.json", "report.png"

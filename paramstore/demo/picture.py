@@ -20,10 +20,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from paramstore.config import format_size
 from paramstore.demo.report import DemoReport
 from paramstore.demo.trace import StepTrace
 from paramstore.demo.traffic import TIERS
+from paramstore.sizes import format_size
 
 BLUE, ORANGE, GREEN, RED, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
 GREY, INK = "#D9D9D9", "#222222"

@@ -13,11 +13,11 @@ from typing import Any
 
 from rich.table import Table
 
-from paramstore.config import format_size
 from paramstore.demo.generation import Generation
 from paramstore.demo.settings import DemoSettings
 from paramstore.demo.trace import StepTrace, total_traffic
 from paramstore.demo.traffic import Placement, Traffic
+from paramstore.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)

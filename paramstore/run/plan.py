@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paramstore.config import ENVIRONMENT_PREFIX, Config, format_size, load, parse_size
+from paramstore.config import ENVIRONMENT_PREFIX, Config, load
 from paramstore.core.schema import Schema
 from paramstore.engine.capacity.estimate import Estimate, estimate
 from paramstore.engine.planner.promises import share_of
 from paramstore.errors import CapacityError
 from paramstore.run.home import Home
 from paramstore.run.store import RunStore
+from paramstore.sizes import format_size, parse_size
 from paramstore.storage.mounts import free_bytes
 from paramstore_client.hf.import_checkpoint import packed_schema
 from paramstore_client.hf.loading.expert_memory import ExpertMemory

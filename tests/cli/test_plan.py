@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from paramstore.config import Config, format_size, parse_size
+from paramstore.config import Config
 from paramstore.core.schema import Schema
 from paramstore.engine.store import Store
 from paramstore.errors import CapacityError
+from paramstore.sizes import format_size, parse_size
 from paramstore_testkit.stores.assembled import with_store
 
 Run = Callable[..., int]
@@ -108,8 +109,8 @@ def test_inference_needs_no_optimizer(paramstore: Run, capsys: pytest.CaptureFix
         (("--field", "w=4", "--state-dtype", "fp8"), "state_dtype=fp8"),
         (("--field", "w=4", "--host-budget", "1KiB"), "must be a size of at least 2 MiB"),
         (("--field", "w=4", "--host-budget", "much"), "host_budget"),
-        (("--field", "w=4", "--retained-steps", "0"), "Invalid value for '--retained-steps'"),
-        (("--field", "w=4", "--held-steps", "99"), "Invalid value for '--held-steps'"),
+        (("--field", "w=4", "--retained-steps", "0"), "retained_steps=0: must be an integer from 2 to 16"),
+        (("--field", "w=4", "--held-steps", "99"), "held_steps=99: must be an integer from 0 to 16"),
     ],
 )
 def test_wrong_words_are_refused_with_what_is_right(

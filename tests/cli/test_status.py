@@ -19,9 +19,9 @@ from rich.table import Table
 import paramstore_client
 from paramstore import __version__
 from paramstore.cli import status
-from paramstore.config import format_size
 from paramstore.core.schema import Schema
 from paramstore.errors import VolumeError
+from paramstore.sizes import format_size
 from paramstore.storage.volume.file_volume import UNTOLD
 from paramstore_client import client as client_module
 from paramstore_testkit.disks.machine import Machine

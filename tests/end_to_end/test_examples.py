@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import paramstore as ps
-from paramstore.config import parse_size
+from paramstore.sizes import parse_size
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLE = ROOT / "examples" / "quickstart.py"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from paramstore import directories
 from paramstore.bench.limits import pages
-from paramstore.config import format_size
 from paramstore.errors import CapacityError, ConfigError
+from paramstore.sizes import format_size
 from paramstore.storage.mounts import free_bytes
 from paramstore_client.connection.address import PATH_BYTES_MAX
 

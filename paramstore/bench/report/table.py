@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paramstore.bench.report.rows import Report, Row, Verdict
-from paramstore.config import format_size
+from paramstore.sizes import format_size
 
 STYLES = {Verdict.HOLDS: "green", Verdict.WITHIN_SPREAD: "yellow", Verdict.SHORT: "bold red", Verdict.NO_TARGET: "dim"}
 SMALL_VALUE = 100.0

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from paramstore.config import format_size
 from paramstore.core.schema import Schema
 from paramstore.engine.capacity.budget import Split, buffer_bytes, least_bytes, split_budget, staging_bytes_of
 from paramstore.engine.planner.arenas import add_segment, close_arenas, next_segment, open_arenas, plan_segment, stop_growing, warm
@@ -23,6 +22,7 @@ from paramstore.engine.transfers.buffers import Buffers
 from paramstore.engine.transfers.runner import BACKGROUND_LANE, Runner, in_slices
 from paramstore.errors import CapacityError
 from paramstore.policy.base import CountingPolicy
+from paramstore.sizes import format_size
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paramstore.config import SEGMENT_ALIGNMENT_BYTES, format_size
+from paramstore.config import SEGMENT_ALIGNMENT_BYTES
 from paramstore.engine.capacity.host import HostTier
 from paramstore.engine.tables.arena import SegmentMemory
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import CapacityError, ProtocolError
+from paramstore.sizes import format_size
 
 ROOM_RECORDS = 16
 """Without the setting each view adds room for so many whole records, and ROOM_BYTES."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from paramstore.config import Retention, format_size
+from paramstore.config import Retention
 from paramstore.core.location import Tier
 from paramstore.core.schema import round_up
 from paramstore.engine.capacity.entitlements import (
@@ -27,6 +27,7 @@ from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.transfers.record_reads import VolumeTraffic
 from paramstore.engine.transfers.runner import CATALOG_LANE, Runner, volume_lane
 from paramstore.errors import CapacityError, CatalogError, ParamStoreError, VolumeError
+from paramstore.sizes import format_size
 from paramstore.storage.catalog.base import STEP_ROWS_BOUND, Catalog, Change, VolumeRow
 from paramstore.storage.format.structures import Superblock, extents_start_bytes
 from paramstore.storage.mounts import DISK_FULL

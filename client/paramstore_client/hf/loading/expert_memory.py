@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from paramstore.config import parse_size
 from paramstore.core.arguments import choice, integer, wrong
 from paramstore.core.schema import Schema
 from paramstore.errors import CapacityError, ConfigError
+from paramstore.sizes import parse_size
 
 POLICIES = {"auto": "schedule", "ring": "ring", "buffer": "lifo_inactive"}
 """residency -> the policy of the slots, one of `paramstore.policy.make.SLOT_POLICIES`. auto is the best of them on decoding traces
