@@ -336,10 +336,8 @@ class NamespaceState:
         """Whether some view's step, or the writer, sees exactly these bytes."""
         if self.wanted(self.residency.working[key]) == identity:
             return True
-        steps = {view.step for view in self.views if view.step is not None and not view.is_closed}
-        return any(
-            (located := self.steps.ledger.at(key, step)) is not None and self.seen_at(located, step) == identity for step in steps
-        )
+        at = self.steps.ledger.at
+        return any((row := at(key, step)) is not None and self.seen_at(row, step) == identity for step in self.held_steps())
 
     def wanted(self, working: WorkingCopy) -> Identity | None:
         """Identity that the writer sees of a key: once every apply called so far has run, and missed steps are made."""
@@ -394,6 +392,7 @@ class NamespaceState:
         return {} if self._memory is None else {self.schema.stored.name: self._memory.working, "param": self._memory.param}
 
     def held_steps(self) -> Iterable[int]:
+        """The steps on which readers stand that may ask for more of them."""
         return {view.step for view in self.views if view.step is not None and not view.is_closed and not view.is_dropped}
 
     def is_trainable(self) -> bool:

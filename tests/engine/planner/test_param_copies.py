@@ -280,6 +280,19 @@ def test_the_version_that_a_reader_stands_on_stays_when_the_writer_moves_on() ->
     assert copy.state is Copy.RETIRED
 
 
+def test_a_reader_that_lost_its_step_keeps_no_version_from_retiring() -> None:
+    small = desk()
+    writer = small.writer()
+    small.commit(1)
+    small.reader(1)
+    small.rollback(0)
+    small.release(small.leased(writer, A))
+    old = small.copy(A)
+    assert old is not None
+    small.begin_apply(A)
+    assert old.state is not Copy.READY
+
+
 def test_a_copy_superseded_while_it_loads_still_lands_for_the_leases_that_wait() -> None:
     small = desk()
     view = small.writer()
