@@ -39,8 +39,8 @@ WIDE = {
     "paramstore_client.client.create_namespace": 9,
     "paramstore_client.client.open_namespace": 10,
     "paramstore_client.hf.import_checkpoint.import_checkpoint": 11,
-    "paramstore_client.hf.loading.stored_models.from_config": 14,
-    "paramstore_client.hf.loading.stored_models.from_pretrained": 16,
+    "paramstore_client.hf.loading.stored_models.from_config": 15,
+    "paramstore_client.hf.loading.stored_models.from_pretrained": 17,
     "paramstore_testkit.oracles.plain_arithmetic.update": 10,
     "paramstore_testkit.sim.client.ask": 9,
     "paramstore_testkit.training.moe_models.of": 9,
@@ -55,7 +55,7 @@ WITHOUT_A_MODULE = {
 }  # fmt: skip
 """Number of test modules in the other folders that mirror no module: most are the second of one."""
 UNUSED = {
-    "paramstore.hf", "paramstore.nn", "paramstore.training",  # short names, for users' programs
+    "paramstore.hf", "paramstore.moe", "paramstore.nn", "paramstore.training",  # short names, for users' programs
     "paramstore.testing.catalogs", "paramstore.testing.clock", "paramstore.testing.policies", "paramstore.testing.volume_contract",
     "paramstore.testing.worker_contract", "paramstore.testing.workers",  # contracts and fakes, for tests alone
     "paramstore_testkit.soak",  # `make soak` runs it

@@ -49,7 +49,7 @@ from paramstore_client.namespace import Namespace
 from paramstore_client.schemas import adagrad_schema, adamw_schema, param_schema, sgd_schema
 
 if TYPE_CHECKING:
-    from paramstore_client import hf, nn, training
+    from paramstore_client import hf, moe, nn, training
     from paramstore_client.device.buffer import ExpertBuffer
     from paramstore_client.device.report import device_report
     from paramstore_client.device.ring import RingMemory
@@ -104,6 +104,7 @@ __all__ = [
     "connect",
     "device_report",
     "hf",
+    "moe",
     "nn",
     "param_schema",
     "sgd_schema",
@@ -120,7 +121,7 @@ _TORCH_NAMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name in ("hf", "nn", "training"):
+    if name in ("hf", "moe", "nn", "training"):
         return importlib.import_module(f"paramstore_client.{name}")
     if name in _TORCH_NAMES:
         return getattr(importlib.import_module(_TORCH_NAMES[name]), name)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from paramstore.engine.tables.collective import ranks_named
+from paramstore.core.placement import ranks_named
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import ParamStoreError, TicketCancelled, WaitTimeout
 from paramstore.wire import messages as m

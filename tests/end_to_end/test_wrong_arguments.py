@@ -191,7 +191,8 @@ class Scene:
             "momentum": 0.0, "dampening": 0.0, "nesterov": False, "lr_decay": 0.0, "initial_accumulator_value": 0.0, "slots": 2,
             "device": "cpu", "experts_ahead": 1, "clock": None, "policy": "lru", "layer": 0, "expert_fn": None,
             "min_lease_slots": 0, "expert_memory": None, "residency": "auto", "dense": None, "directory": None, "cache_shape": None,
-            "speculation": True, "max_lease_slots": None, "heat": None, "reads": "host", "device_report.namespace": self.ns,
+            "speculation": True, "parallel": None, "expert_parallel": None, "ExpertParallel.group": None,
+            "max_lease_slots": None, "heat": None, "reads": "host", "device_report.namespace": self.ns,
             "param_schema.fields": {"w": ((2,), "float32")}, "Schema.param.fields": {"w": ((2,), "float32")},
             "Schema.check_options.options": ps.AdamW(), "RingMemory.layers": None, "RingMemory.experts": [1],
             "DeviceTier.layers": None, "dtype": torch.bfloat16,
@@ -233,6 +234,7 @@ FOR_US = {
     "DeviceTier.end_visit", "DeviceTier.skip", "ExpertBuffer.skip", "ExpertSchedule.following", "Namespace.begin_await_step",
     "Namespace.acquire_arriving", "RingMemory.acquire_arriving", "RingMemory.waiting", "ExpertBuffer.acquire_arriving",
     "ExpertBuffer.lacking", "DeviceTier.acquire_arriving", "DeviceTier.lacking", "DeviceTier.let_in", "DeviceTier.let_out",
+    "ExpertParallel.layer",
 }  # fmt: skip
 """Methods that only other parts of the client call."""
 NOT_LOOKED_AT = {("RingMemory", "clock"), ("launched", "environment")} | {
@@ -243,8 +245,9 @@ VARIABLE = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 TORCHS = {"forward", "swiglu"}
 """What computes: a wrong tensor there is torch's to refuse, in torch's way."""
 SUBJECTS: dict[str, Callable[[Scene], Any]] = {
-    "ps": lambda scene: ps, "hf": lambda scene: ps.hf, "nn": lambda scene: ps.nn, "training": lambda scene: ps.training,
-    "Store": lambda scene: scene.store,
+    "ps": lambda scene: ps, "hf": lambda scene: ps.hf, "moe": lambda scene: ps.moe, "nn": lambda scene: ps.nn,
+    "training": lambda scene: ps.training, "Store": lambda scene: scene.store,
+    "ExpertParallel": lambda scene: ps.moe.ExpertParallel(),
     "Namespace": lambda scene: scene.ns, "Lease": lambda scene: scene.lease, "Ticket": lambda scene: scene.ns.prefetch([(0, 1)]),
     "Schema": lambda scene: scene.ns.schema, "ServeOptions": lambda scene: ps.ServeOptions(),
     "RingMemory": lambda scene: scene.ring(), "DeviceTier": lambda scene: scene.tier(),
@@ -259,7 +262,7 @@ VALUES = {"AdamW", "SGD", "Adagrad", *MADE_BY_US} - set(SUBJECTS)
 """Classes without methods of their own that take anything."""
 
 
-MODULES = {"ps": ps, "hf": ps.hf, "nn": ps.nn, "training": ps.training}
+MODULES = {"ps": ps, "hf": ps.hf, "moe": ps.moe, "nn": ps.nn, "training": ps.training}
 
 
 def owner_of(subject: str) -> Any:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from paramstore.core.arguments import function, instance, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.errors import UnknownKey
-from paramstore_client.nn.routing import Block, ExpertFn, apply_experts, swiglu
+from paramstore_client.nn.parallel import Anchor, Guard, Parallel, ParallelRows
+from paramstore_client.nn.routing import Block, ExpertFn, apply_experts, check_routing, swiglu
 from paramstore_client.nn.schedule import ExpertSchedule
 from paramstore_client.nn.streaming import LayerCall, split_parts
-from paramstore_client.source import ExpertSource
+from paramstore_client.source import ExpertSource, load_ahead
 
 
 class StoredExperts(nn.Module):
@@ -32,6 +34,8 @@ class StoredExperts(nn.Module):
     a bare handle nothing stands between two forwards: each asks the daemon again.
     layer: its index in the namespace. expert_fn: (x_tD, weights by field) -> y_tD; default `swiglu`.
     group: shared by the model's layers, prefetches for the layer to come; None prefetches only within the layer.
+    parallel: a `ps.moe.ExpertParallel`, shared by the model's layers: this rank computes the experts placed on it, with the tokens
+    of all ranks. None: each rank computes whatever its tokens choose.
 
     A layer with more active experts than half of `namespace.lease_slots` runs in parts, in expert order, so that the
     other half can hold the next part. `backward` pushes the gradients of the active experts before it returns; an expert
@@ -55,6 +59,7 @@ class StoredExperts(nn.Module):
         expert_fn: ExpertFn | None = None,
         *,
         group: ExpertSchedule | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(namespace, ExpertSource):
@@ -67,6 +72,9 @@ class StoredExperts(nn.Module):
         self.group = None if group is None else instance("group", group, ExpertSchedule, "a ps.nn.ExpertSchedule()")
         self.anchor: Callable[[], Tensor | None] | None = None
         """Returns the leaf that ties a forward into the graph, None where experts get no gradients; `training.bind` sets it."""
+        if parallel is not None and not isinstance(parallel, Parallel):
+            raise wrong("parallel", parallel, "a ps.moe.ExpertParallel()")
+        self._parallel = None if parallel is None else parallel.layer(namespace, layer)
         if group is not None:
             group.join(layer)
 
@@ -75,8 +83,11 @@ class StoredExperts(nn.Module):
 
         expert_ids_TK: integer indices. gate_TK: the routing weights, any floating dtype.
         Raises what `acquire`, `prefetch` and `expert_fn` raise; backward also what `push` raises, and StepMismatch
-        where an update came between forward and backward.
+        where an update came between forward and backward. With `parallel` also what another rank raises, StepMismatch where ranks
+        differ in what must be alike or one does not come in time, and RankLost.
         """
+        if self._parallel is not None:
+            return self._run_parallel(self._parallel, x_TD, expert_ids_TK, gate_TK)
         y_TD = apply_experts(self._run_blocks, x_TD, expert_ids_TK, gate_TK)
         if len(x_TD) == 0 and self.anchor is not None and torch.is_grad_enabled() and (anchor := self.anchor()) is not None:
             y_TD = y_TD + anchor  # a rank without tokens takes part in what ranks do together after backward
@@ -85,7 +96,26 @@ class StoredExperts(nn.Module):
     def extra_repr(self) -> str:
         return f"layer={self.layer}, experts={self.namespace.experts}"
 
-    def _run_blocks(self, blocks: tuple[Block, ...], x_ND: Tensor) -> Tensor:
+    def _run_parallel(self, parallel: ParallelRows, x_TD: Tensor, expert_ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
+        experts = self.namespace.experts
+        with parallel.guard(x_TD.device):
+            check_routing(x_TD, expert_ids_TK, gate_TK, experts=experts)
+
+        def run_blocks(blocks: tuple[Block, ...], x_ND: Tensor) -> Tensor:
+            counts_E = torch.zeros(experts, dtype=torch.int64)
+            counts_E[[block.expert for block in blocks]] = torch.tensor([block.row_count for block in blocks], dtype=torch.int64)
+            return parallel.run(
+                x_ND, counts_E, top_k=expert_ids_TK.shape[1], local=self._run_blocks, ahead=self._load_ahead, anchor=self.anchor
+            )
+
+        return apply_experts(run_blocks, x_TD, expert_ids_TK, gate_TK, takes_none=True)
+
+    def _load_ahead(self, experts: list[int]) -> None:
+        load_ahead(self.namespace, [(self.layer, expert) for expert in experts[: max(1, self.namespace.lease_slots // 2)]])
+
+    def _run_blocks(
+        self, blocks: tuple[Block, ...], x_ND: Tensor, anchor: Anchor = None, guard: Guard = nullcontext
+    ) -> Tensor:  # fmt: skip
         parts = split_parts(self.layer, blocks, limit=max(1, self.namespace.lease_slots // 2))
         call = LayerCall(
             self.namespace,
@@ -93,7 +123,8 @@ class StoredExperts(nn.Module):
             self.expert_fn,
             forward_hint=partial(self._after_forward, [block.expert for block in blocks]),
             backward_hint=self._after_backward,
-            anchor=self.anchor,
+            anchor=anchor or self.anchor,
+            guard=guard,
         )
         return call.run(x_ND)
 

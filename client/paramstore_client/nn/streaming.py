@@ -18,7 +18,7 @@ Without a graph a layer is one visit, and its experts are computed with as they 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,7 +140,7 @@ class LayerCall:
     forward_hint, backward_hint: called once a pass, while the last of its parts is leased, with the number of slots left beside
     it; the keys they return are prefetched before that part computes.
     anchor: returns the scalar leaf that ties the call into the caller's graph, or None where the weights get no gradients. Without
-    it the call has a leaf of its own.
+    it the call has a leaf of its own. guard: backward does its work within it.
     """
 
     def __init__(
@@ -152,6 +152,7 @@ class LayerCall:
         forward_hint: Callable[[int], list[ExpertKey]],
         backward_hint: Callable[[int], list[ExpertKey]],
         anchor: Callable[[], Tensor | None] | None = None,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._source = source
         self._parts = parts
@@ -159,6 +160,7 @@ class LayerCall:
         self._forward_hint = forward_hint
         self._backward_hint = backward_hint
         self._anchor = anchor
+        self.guard = guard
         self._wants_weights = False
         self._saved = _SavedTensors()
         self._identities = Identities()
@@ -313,6 +315,7 @@ class _Streamed(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, Tensor, Tensor | None]:
         # Before any lease: unpacking may recompute a checkpointed region, which leases for itself.
         activations = ctx.saved_tensors
-        grad_x_ND = ctx.call.differentiate(grad_ND, activations)
+        with ctx.call.guard():
+            grad_x_ND = ctx.call.differentiate(grad_ND, activations)
         # A gradient for the anchor, so that whoever hooks it learns when all layers have pushed.
         return None, torch.zeros(()), grad_x_ND

@@ -14,12 +14,12 @@ from typing import Any
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
+from paramstore.core.placement import ranks_named
 from paramstore.engine.planner.gradients import add_pending, drop_pending, end_layer, note_last
 from paramstore.engine.planner.permission import check_changing, check_pushing, check_unclaimed, check_writer
 from paramstore.engine.planner.waiting import await_change
 from paramstore.engine.records.update import Updater
 from paramstore.engine.tables.apply import Claims, GradientRange, UploadMemory
-from paramstore.engine.tables.collective import ranks_named
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.errors import ParamStoreError, ProtocolError, SchemaMismatch, StepFailed, StepMismatch, StepOutOfOrder, WaitTimeout
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from paramstore.core.placement import ranks_named
 from paramstore.errors import ConfigError, ParamStoreError, RankLost, StepMismatch
 
 WORLD_SIZE_MAX = 256
@@ -193,11 +194,6 @@ class Collective:
             names = {name for name in values[0] if any(other.get(name) != values[0][name] for other in values)}
         called = ", ".join(f"rank {rank} called {self._waiting[rank].shown(names)}" for rank in self.waiting)
         return called + (f", {ranks_named(self.missing)} had not called" if self.missing else "")
-
-
-def ranks_named(ranks: tuple[int, ...]) -> str:
-    """The ranks as text for people: "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _short(value: object) -> str:

@@ -16,8 +16,8 @@ from paramstore_client.hf.compat.quantization import method_of, quantized_parts
 ARGUMENTS = {
     "tp_plan": "tensor parallelism would shard expert parameters, which the model has no more; use FSDP2 or DDP for the dense part",
     "tp_size": "tensor parallelism would shard expert parameters, which the model has no more; use FSDP2 or DDP for the dense part",
-    "distributed_config": "expert and tensor parallelism shard expert parameters, which the model has no more; the ranks of a node "
-    "share one store instead",
+    "distributed_config": "expert and tensor parallelism shard expert parameters, which the model has no more; "
+    "expert_parallel=ps.moe.ExpertParallel() has each rank compute its own experts from the store they share",
     "quantization_config": "quantized layers replace the experts module; load the checkpoint without it (one of fp8 or mxfp4 is "
     "served as it is with mode='infer')",
     "gguf_file": "a GGUF file has no safetensors to read expert by expert; convert it first",

@@ -44,6 +44,7 @@ from paramstore_client.hf.model.kernels import choose_kernel
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.stripping import strip, stripped_class
 from paramstore_client.namespace import Namespace, close_when_dropped
+from paramstore_client.nn.parallel import Parallel
 from paramstore_client.quantized.packed import is_packed
 from paramstore_client.source import ExpertSource
 from paramstore_client.training import Experts
@@ -69,6 +70,7 @@ class _Wanted:
     residency: str
     cache_shape: CacheShape | None
     speculation: bool
+    expert_parallel: Parallel | None
     schema_options: Mapping[str, Any] | None
 
     def __post_init__(self) -> None:
@@ -82,6 +84,8 @@ class _Wanted:
         ExpertMemory.of(self.expert_memory, self.residency, mode=self.mode)
         check_shape(self.cache_shape, mode=self.mode)
         arguments.flag("speculation", self.speculation)
+        if self.expert_parallel is not None:
+            arguments.instance("expert_parallel", self.expert_parallel, Parallel, "a ps.moe.ExpertParallel()")  # type: ignore[type-abstract]
 
     def give_experts(
         self, model: Any, name: str, requested: str, *, fill: Callable[[Namespace], object],
@@ -108,7 +112,10 @@ class _Wanted:
         bounds = placement.lease_bounds(int(self.min_lease_slots))
         with memory.named(placement.slots):
             opened = open_experts(self.store, name, layout, schema, mode=self.mode, bounds=bounds, fill=fill, check=check)
-        join(model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=self.speculation)
+        join(
+            model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=self.speculation,
+            parallel=self.expert_parallel,
+        )  # fmt: skip
         if not trains:
             close_when_dropped(opened)
         return opened
@@ -129,6 +136,7 @@ def from_pretrained(
     residency: str = "auto",
     cache_shape: tuple[int, int] | None = None,
     speculation: bool = True,
+    expert_parallel: Parallel | None = None,
     schema_options: Mapping[str, Any] | None = None,
     progress: Any = None,
     heat: Heat | None = None,
@@ -151,6 +159,8 @@ def from_pretrained(
     it is slots of that device's memory, by default all that is free beside a KV cache of cache_shape (sequences at once, tokens of
     each; default: one of the most tokens that the model takes). residency: which give way first, "auto", "ring" or "buffer".
     speculation: whether experts are loaded ahead by the next layer's router, run early, where not all of them can stand.
+    expert_parallel: a `ps.moe.ExpertParallel`: each rank of the job computes the experts placed on it with the tokens of all; None:
+    each computes what its own tokens choose.
     schema_options: further arguments of the schema function. progress, heat: as for `import_checkpoint`. See docs/transformers.md.
 
     Raises UnsupportedModel with the reason before anything is loaded, ConfigError, SchemaMismatch where the namespace holds
@@ -161,7 +171,7 @@ def from_pretrained(
     wanted = _Wanted(
         store=store, mode=mode, optimizer=optimizer, updates=updates, experts_kernel=experts_kernel,
         min_lease_slots=min_lease_slots, expert_memory=expert_memory, residency=residency, cache_shape=cache_shape,
-        speculation=speculation, schema_options=schema_options,
+        speculation=speculation, expert_parallel=expert_parallel, schema_options=schema_options,
     )  # fmt: skip
     _check(model_class, name)
     arguments.path("path", path)
@@ -196,6 +206,7 @@ def from_config(
     residency: str = "auto",
     cache_shape: tuple[int, int] | None = None,
     speculation: bool = True,
+    expert_parallel: Parallel | None = None,
     schema_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
@@ -208,7 +219,7 @@ def from_config(
     wanted = _Wanted(
         store=store, mode=mode, optimizer=optimizer, updates=updates, experts_kernel=experts_kernel,
         min_lease_slots=min_lease_slots, expert_memory=expert_memory, residency=residency, cache_shape=cache_shape,
-        speculation=speculation, schema_options=schema_options,
+        speculation=speculation, expert_parallel=expert_parallel, schema_options=schema_options,
     )  # fmt: skip
     _check(model_class, name)
     if not hasattr(config, "model_type"):
@@ -274,7 +285,7 @@ def _without_experts(model: nn.Module) -> ConfigError:
 
 def join(
     model: nn.Module, namespace: Namespace, *, kernel: str, placement: Placement = ON_HOST, policy: str = POLICIES["auto"],
-    speculates: bool = True,
+    speculates: bool = True, parallel: Parallel | None = None,
 ) -> None:  # fmt: skip
     """Joins a stripped model with an open namespace, and declares the order of its visits. placement, policy: of what stands for a
     reader. Raises SchemaMismatch, CapacityError where a device has no memory, and closes the namespace then."""
@@ -294,7 +305,8 @@ def join(
         sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
         anchor = None if sentinel is None else sentinel.anchor
         stored = ModelExperts(
-            source, anchor=anchor, is_poisoned=namespace.is_debug, speculates=speculates, is_ring=policy == POLICIES["ring"]
+            source, anchor=anchor, is_poisoned=namespace.is_debug, speculates=speculates, is_ring=policy == POLICIES["ring"],
+            parallel=parallel,
         )
         bind(model, stored, kernel=kernel)
     except BaseException:

@@ -31,12 +31,22 @@ from paramstore_client.hf.model.device_supply import DeviceSupply, may_supply
 from paramstore_client.hf.model.dispatch import Dispatch, look_up
 from paramstore_client.hf.model.early_loads import EarlyLoads
 from paramstore_client.hf.model.kernels import ExpertIndex, Kernel, ModuleView, make_kernel
-from paramstore_client.hf.model.layer_call import BackwardPasses, LayerCall, LayersUnderWay, Supply, WeightsOf
+from paramstore_client.hf.model.layer_call import (
+    BackwardPasses,
+    ForwardSupply,
+    GuardedSupply,
+    LayerCall,
+    LayersUnderWay,
+    Supply,
+    WeightsOf,
+)  # fmt: skip
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.lease_window import Hint
 from paramstore_client.hf.model.recording import RecordedSupply, Recording
 from paramstore_client.hf.model.stripping import Unpicklable
 from paramstore_client.hf.model.weight_sources import CompactSupply, FieldSupply, HeldSupply, StreamedSupply, recorded_stacks
+from paramstore_client.moe.kernel_order import ParallelKernel
+from paramstore_client.nn.parallel import Anchor, Guard, Parallel
 from paramstore_client.nn.schedule import ExpertSchedule
 from paramstore_client.nn.weight_views import in_dtype_of
 from paramstore_client.source import ExpertSource
@@ -55,12 +65,13 @@ class ModelExperts:
     anchor: (layer) -> the leaf that the layer's node takes as an input; None where the experts get no gradients.
     is_poisoned: freed buffers are filled with NaN. speculates: whether routers are asked for guesses of the next layer's experts.
     is_ring: whether experts stand by turns, so that a prompt which uses a layer whole has the next one loaded whole, as ring memory
-    does (SE-MoE, arXiv 2205.10034, section 3.3.2).
+    does (SE-MoE, arXiv 2205.10034, section 3.3.2). parallel: spreads the experts over ranks; then no router is asked, as it would
+    guess experts of others.
     """
 
     def __init__(
         self, source: ExpertSource, *, anchor: Callable[[int], Tensor | None] | None, is_poisoned: bool = False,
-        speculates: bool = True, is_ring: bool = False,
+        speculates: bool = True, is_ring: bool = False, parallel: Parallel | None = None,
     ) -> None:  # fmt: skip
         if anchor is not None and not source.schema.is_trainable:
             raise SchemaMismatch("a param schema takes no gradients: bind the model without an anchor")
@@ -71,7 +82,8 @@ class ModelExperts:
         self.under_way = LayersUnderWay()
         self.buffers = CompactBuffers(source.schema.part("param").fields, is_poisoned=is_poisoned)
         self.early = EarlyLoads(source)
-        self.speculates = speculates
+        self.speculates = speculates and parallel is None
+        self.parallel = parallel
         self.recording: Recording | None = None
         """What takes the routers' decisions down, while it is on."""
         self.is_between_steps = False
@@ -142,6 +154,9 @@ class LayerExperts(Unpicklable):
         self._anchor = None if model.anchor is None else partial(model.anchor, layer)
         self._kernel = kernel
         self._fields = fields
+        self._parallel: ParallelKernel | None = None
+        if kernel is not None and model.parallel is not None and (rows := model.parallel.layer(model.source, layer)) is not None:
+            self._parallel = ParallelKernel(rows, model.source, layer, kernel=kernel.name)
         model.schedule.join(layer)
 
     @property
@@ -166,13 +181,23 @@ class LayerExperts(Unpicklable):
     def run(self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
         """Runs the module's kernel on the tokens; returns [T, H]: transformers' contract of an experts function."""
         self._check_step()
+        run = partial(self._run_here, module)
+        if self._parallel is None:
+            return run(hidden_TH, ids_TK, gate_TK, anchor=self._anchor)
+        return self._parallel.run(hidden_TH, ids_TK, gate_TK, run, anchor=self._anchor)
+
+    def _run_here(
+        self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor, *, anchor: Anchor, guard: Guard | None = None
+    ) -> Tensor:  # fmt: skip
         self.early.begin_layer(self.layer, len(hidden_TH))
         with self._model.alone():
-            y_TH = self._model.under_way.compute(lambda: self._run(module, hidden_TH, ids_TK, gate_TK))
+            y_TH = self._model.under_way.compute(lambda: self._run(module, hidden_TH, ids_TK, gate_TK, anchor, guard))
         self.early.end_layer()
         return y_TH
 
-    def _run(self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor) -> Tensor:
+    def _run(
+        self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor, anchor: Anchor, guard: Guard | None
+    ) -> Tensor:  # fmt: skip
         assert self._kernel is not None, "a registry module has a kernel"
         early = self._model.early
         guesses_G = early.votes_on_device(self._model.schedule.following(self.layer), hidden_TH)
@@ -181,15 +206,17 @@ class LayerExperts(Unpicklable):
         if not experts:  # no token: nothing to compute
             y_TH = hidden_TH.clone()
             # A rank without tokens takes part in what ranks do together after backward.
-            anchor = self._anchor() if self._anchor is not None and torch.is_grad_enabled() else None
-            return y_TH if anchor is None else y_TH + anchor
+            leaf = anchor() if anchor is not None and torch.is_grad_enabled() else None
+            return y_TH if leaf is None else y_TH + leaf
         early.judge(self.layer, experts)
-        y_TH = self._computed(module, dispatch, hidden_TH, gate_TK)
+        y_TH = self._computed(module, dispatch, hidden_TH, gate_TK, anchor, guard)
         if self._model.recording is not None:
             self._model.recording.keep_dispatch(self.layer, experts, dispatch.counts)
         return y_TH
 
-    def _computed(self, module: nn.Module, dispatch: Dispatch, hidden_TH: Tensor, gate_TK: Tensor) -> Tensor:
+    def _computed(
+        self, module: nn.Module, dispatch: Dispatch, hidden_TH: Tensor, gate_TK: Tensor, anchor: Anchor, guard: Guard | None
+    ) -> Tensor:  # fmt: skip
         assert self._kernel is not None, "a registry module has a kernel"
         experts = dispatch.experts
         keys = [(self.layer, expert) for expert in experts]
@@ -206,7 +233,10 @@ class LayerExperts(Unpicklable):
             placed_TK, count = on_device.placed() if on_device is not None else (dispatch.positions_TK, len(keys))
             return kernel.function(ModuleView(module, weights, count=count), hidden_TH, placed_TK, gate_TK)
 
-        call = partial(LayerCall, passes=self._model.passes, compute=compute, anchor=self._anchor)
+        def call(supply: ForwardSupply) -> LayerCall:
+            guarded = GuardedSupply(supply, guard) if guard is not None and isinstance(supply, Supply) else supply
+            return LayerCall(guarded, self._model.passes, compute, anchor=anchor)
+
         with suppress(LeaseError):  # where others hold too much, or a loop has an order of its own, they come in parts
             while (on_device := self._on_device(dispatch, hidden_TH)) is not None:
                 with suppress(torch.OutOfMemoryError):

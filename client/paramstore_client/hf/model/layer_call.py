@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from paramstore.errors import ConfigError, LeaseError
+from paramstore_client.nn.parallel import Guard
 from paramstore_client.nn.weight_views import WeightView, find_view, in_dtype_of
 
 OTHERS_WAIT_S = 60.0
@@ -69,6 +70,35 @@ class Supply(ForwardSupply, Protocol):
     def finish_backward(self) -> None:
         """Ends a backward, as all gradients have come: on return they have been pushed, and nothing is held."""
         ...
+
+
+class GuardedSupply(Supply):
+    """A supply in front of another whose errors in backward the other ranks learn."""
+
+    def __init__(self, supply: Supply, guard: Guard) -> None:
+        self._supply = supply
+        self._guard = guard
+
+    def forward_pass(self) -> AbstractContextManager[WeightsOf]:
+        return self._supply.forward_pass()
+
+    def begin_backward(self) -> None:
+        self._supply.begin_backward()
+
+    def backward_weights(self, holder: Any, /) -> Fields:
+        with self._guard():
+            return self._supply.backward_weights(holder)
+
+    def push(self, holder: Hashable, gradients: Fields, /) -> None:
+        with self._guard():
+            self._supply.push(holder, gradients)
+
+    def let_go(self) -> None:
+        self._supply.let_go()
+
+    def finish_backward(self) -> None:
+        with self._guard():
+            self._supply.finish_backward()
 
 
 class BackwardPasses:

@@ -1,0 +1,109 @@
+"""Brings rows from each rank to each other: one protocol, and the flat exchange, one all-to-all of torch for each call.
+
+What a backend says of a rank that is gone names no rank. So whoever is left calls the roll, in the store by which the job's ranks
+met: who does not answer is named. In a job that writes a namespace the daemon knows first, and better.
+"""
+
+
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paramstore.core.placement import ranks_named
+from paramstore.errors import ParamStoreError, RankLost, StepMismatch
+
+ROLL_S = 1.0
+"""Longest that the others of a broken exchange are waited for, to say who is left."""
+
+
+class Exchange(Protocol):
+    """All-to-all exchanges among the ranks of a job, each called by all of them in one order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def alike(self, sent: Tensor) -> Tensor:
+        """The message of each rank to this one; sent: [ranks, ...], one to each. Raises RankLost, StepMismatch."""
+        ...
+
+    def rows(self, sent: Tensor, *, to_each: Sequence[int], from_each: Sequence[int]) -> Tensor:
+        """The rows that come from each rank, in the order of the ranks; sent: those to each. Raises RankLost, StepMismatch."""
+        ...
+
+
+class FlatExchange(Exchange):
+    """One all-to-all a call, over a group of `torch.distributed` that nothing else uses.
+
+    store: where the roll is called. timeout_s: longest that a call waits for the other ranks. lost: gives the error of whoever
+    knows better which rank is gone, None where that one knows of none.
+    """
+
+    def __init__(
+        self, group: Any, store: Any, *, timeout_s: float, lost: Callable[[], ParamStoreError | None]
+    ) -> None:
+        self._group = group
+        self._store = store
+        self._timeout_s = timeout_s
+        self._lost = lost
+        self._broken: ParamStoreError | None = None
+        self.sent_bytes = 0
+        """Bytes of rows that were sent to other ranks."""
+
+    @property
+    def rank(self) -> int:
+        return int(self._group.rank())
+
+    @property
+    def world_size(self) -> int:
+        return int(self._group.size())
+
+    def alike(self, sent: Tensor) -> Tensor:
+        received = torch.empty_like(sent)
+        self._run(received, sent, [1] * self.world_size, [1] * self.world_size)
+        return received
+
+    def rows(self, sent: Tensor, *, to_each: Sequence[int], from_each: Sequence[int]) -> Tensor:
+        received = sent.new_empty(sum(from_each), *sent.shape[1:])
+        self._run(received, sent, list(from_each), list(to_each))
+        self.sent_bytes += (len(sent) - to_each[self.rank]) * sent[:1].nbytes
+        return received
+
+    def _run(self, received: Tensor, sent: Tensor, from_each: list[int], to_each: list[int]) -> None:
+        if self._broken is not None:
+            raise type(self._broken)(str(self._broken))
+        began_s = time.monotonic()
+        try:
+            work = self._group.alltoall_base(received, sent, from_each, to_each)
+            work.wait(datetime.timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            self._broken = self._reason(error, waited_s=time.monotonic() - began_s)
+            raise self._broken from error
+
+    def _reason(self, error: RuntimeError, *, waited_s: float) -> ParamStoreError:
+        """Who is to blame for an exchange that failed with `error`."""
+        names = [f"roll/{rank}" for rank in range(self.world_size)]
+        missing: tuple[int, ...] = ()
+        with suppress(RuntimeError):  # the store's own: it went with the rank that kept it
+            self._store.set(names[self.rank], b"1")
+            if (known := self._lost()) is not None:
+                return known
+            with suppress(RuntimeError):  # some did not come
+                self._store.wait(names, datetime.timedelta(seconds=ROLL_S))
+            missing = tuple(rank for rank, name in enumerate(names) if not self._store.check([name]))
+        if (known := self._lost()) is not None:
+            return known
+        who = ranks_named(missing) if missing else "one of them"
+        if waited_s >= self._timeout_s:
+            return StepMismatch(f"expert-parallel ranks: {who} did not come to an exchange within {self._timeout_s:g} s: {error}")
+        return RankLost(f"expert-parallel ranks: {who} left an exchange; the group is broken: {error}")

@@ -1,0 +1,92 @@
+"""The argument by which a user asks for expert parallelism: the ranks of a job compute each only the experts placed on them."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from paramstore.core.arguments import seconds, wrong
+from paramstore.core.placement import Placement
+from paramstore.errors import ConfigError, ParamStoreError, RankLost
+from paramstore_client.moe.exchange import Exchange, FlatExchange
+from paramstore_client.moe.parallel_layer import ParallelLayer
+from paramstore_client.source import ExpertSource
+
+_numbers = itertools.count()
+
+
+class ExpertParallel:
+    """Lets the ranks of a job share the experts of each layer: tokens travel to the rank that computes their expert, and what it
+    gives back, by all-to-alls whose sizes are what the tokens ask for; no token is dropped, and none is padded. Each rank leases,
+    and pushes gradients of, its own experts alone.
+
+    group: a group of torch.distributed whose ranks take part, used by nothing else; None: one of all ranks is made, by the first
+    layer. In a process without torch.distributed, or alone in its group, it changes nothing.
+    timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as long as the daemon waits.
+
+    Every rank calls the same layers in one order, with tokens or without, as many times forward and backward. One object serves
+    one model: its layers share the exchange.
+
+        experts = ps.nn.StoredExperts(namespace, layer, parallel=parallel)
+        model = ps.hf.from_pretrained(..., expert_parallel=ps.moe.ExpertParallel())
+
+    What a layer gives, and the gradients, are bit for bit those of one rank with the tokens of all, one rank's after the other's.
+    A mean over ranks (`attach(reduce="mean")`) is not one over tokens where ranks have different numbers of them, as with DDP.
+    """
+
+    def __init__(self, group: Any = None, *, timeout_s: float | None = None) -> None:
+        if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+            raise wrong("group", group, "a group of torch.distributed, as dist.new_group() gives it")
+        self._group = group
+        self._timeout_s = None if timeout_s is None else seconds("timeout_s", timeout_s)
+        self._exchange: Exchange | None = None
+        self._calls = [0]
+
+    def layer(self, source: ExpertSource, layer: int) -> ParallelLayer | None:
+        """What `layer` of `source` exchanges rows by; None where this rank is alone. Every rank calls it, for each layer, in one
+        order. Raises ConfigError where the namespace was opened for other ranks than the group has."""
+        handle = getattr(source, "namespace", source)
+        if self._exchange is None:
+            self._exchange = self._joined(handle)
+        if self._exchange is None:
+            return None
+        placement = Placement.in_order(source.experts, self._exchange.world_size)
+        return ParallelLayer(self._exchange, placement, layer, step=partial(_step_of, handle), calls=self._calls)
+
+    def _joined(self, handle: Any) -> Exchange | None:
+        if not dist.is_available() or not dist.is_initialized():
+            return None
+        group = self._group if self._group is not None else dist.new_group()
+        if group.size() == 1:
+            return None
+        ranks = getattr(handle, "world_size", group.size()) if getattr(handle, "mode", "") == "write" else group.size()
+        if ranks != group.size():
+            raise ConfigError(
+                f"expert_parallel: its group has {group.size()} ranks, the namespace was opened for {ranks}: open it with rank= "
+                "and world_size=, as ps.training.launched() gives them"
+            )
+        store = dist.distributed_c10d.PrefixStore(f"paramstore/moe/{next(_numbers)}", dist.distributed_c10d._get_default_store())
+        timeout_s = self._timeout_s if self._timeout_s is not None else handle.wait_timeout_s
+        return FlatExchange(group, store, timeout_s=timeout_s, lost=partial(_loss_of, handle))
+
+
+def _step_of(handle: Any) -> int:
+    """A number that is the same where ranks see the experts of one step: the step of a reader, the epoch of a writer."""
+    step = getattr(handle, "view_step", None)
+    return int(handle.epoch if step is None else step)
+
+
+def _loss_of(handle: Any) -> ParamStoreError | None:
+    """The daemon's word on which rank of a group of writers is gone."""
+    if handle.mode != "write" or handle.world_size == 1:
+        return None
+    try:
+        handle.end_layers([])  # of all calls the one that says it at once and changes nothing
+    except RankLost as error:
+        return error
+    except ParamStoreError:
+        return None
+    return None

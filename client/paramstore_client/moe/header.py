@@ -1,0 +1,99 @@
+"""The header that ranks exchange before a layer's rows: what must be alike on all of them, and how many rows go where.
+
+Every rank sees every rank's header before a row is sent, so all raise alike where one differs or refuses. A message between two
+ranks has one length, whatever they send: a backend ends the process where lengths differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from paramstore.core.placement import ranks_named
+from paramstore.errors import ParamStoreError, StepFailed, StepMismatch, from_wire
+
+NUMBERS = 512
+"""int64 numbers of one message: a header, and the counts of as many experts and slots as fit behind it."""
+TOLD_AT = 16
+"""Where counts begin, or the bytes of a refusal."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MATCHED, REFUSED = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What must be alike on all ranks, in words that an error can use.
+
+    call: how many layers were called before. step: the one whose experts are seen. width: elements of a row. slots: how many
+    counts there are for each expert. records: whether gradients are recorded.
+    """
+
+    call: int
+    layer: int
+    step: int
+    dtype: int
+    width: int
+    experts: int
+    top_k: int
+    slots: int
+    placement: int
+    records: int
+
+    def numbers(self) -> list[int]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Header:
+        return cls(*numbers[: len(fields(cls))])
+
+
+def messages(header: Header, counts: Sequence[Tensor], *, device: torch.device) -> Tensor:
+    """One rank's messages, [ranks, NUMBERS]: the header, and as many of the counts for each rank as fit."""
+    told = torch.zeros(len(counts), NUMBERS, dtype=torch.int64)
+    told[:, 2:TOLD_AT] = torch.tensor([*header.numbers(), *[0] * (TOLD_AT - 2 - len(fields(Header)))])
+    for message, fitting in zip(told, counts, strict=True):
+        message[TOLD_AT : TOLD_AT + len(fitting)] = fitting[: NUMBERS - TOLD_AT]
+    return told.to(device)
+
+
+def refusal(error: BaseException, *, device: torch.device) -> Tensor:
+    """The message of a rank that cannot go on, to each of the others."""
+    text = f"{type(error).__name__}\n{error}".encode()[: 8 * (NUMBERS - TOLD_AT)]
+    told = torch.zeros(NUMBERS, dtype=torch.int64)
+    told[0], told[1] = REFUSED, len(text)
+    told[TOLD_AT:].view(torch.uint8)[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return told.to(device)
+
+
+def check_refusals(messages: Tensor, *, this: int) -> None:
+    """Raises what another rank told it cannot go on for; the error of the first one, of the same class. messages: [ranks, NUMBERS],
+    on the host."""
+    for rank, told in enumerate(messages):
+        if rank != this and told[0] == REFUSED:
+            raise refused(told, rank)
+
+
+def refused(told: Tensor, rank: int) -> ParamStoreError:
+    """The error that `rank` told."""
+    text = told[TOLD_AT:].view(torch.uint8)[: int(told[1])].numpy().tobytes().decode(errors="replace")
+    name, _, reason = text.partition("\n")
+    error = from_wire(name, f"rank {rank}: {reason}")
+    return error if type(error) is not ParamStoreError else StepFailed(str(error))
+
+
+def check_alike(headers: Sequence[Header]) -> None:
+    """Raises StepMismatch, which names ranks and values, where headers differ."""
+    for field in fields(Header):
+        ranks: dict[int, list[int]] = {}
+        for rank, header in enumerate(headers):
+            ranks.setdefault(getattr(header, field.name), []).append(rank)
+        if len(ranks) > 1:
+            told = "; ".join(f"{_named(field.name, value)} on {ranks_named(having)}" for value, having in ranks.items())
+            raise StepMismatch(f"expert-parallel ranks differ in {field.name}: {told}. No row was sent")
+
+
+def _named(field: str, value: int) -> str:
+    return str(DTYPES[value]) if field == "dtype" else str(value)

@@ -1,0 +1,65 @@
+"""Ranks of a job as threads of one process, which exchange through real groups of gloo: a fake of processes alone."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import distributed_c10d
+
+from paramstore.core.placement import Placement
+from paramstore.errors import ParamStoreError
+from paramstore_client.moe.exchange import Exchange, FlatExchange
+from paramstore_client.moe.parallel_layer import ParallelLayer
+
+T = TypeVar("T")
+
+GIVE_UP_S = 60.0
+
+
+class ThreadParallel:
+    """What `ExpertParallel` is to a model, of one rank among threads. placement: of every layer; None: in order."""
+
+    def __init__(self, exchange: Exchange, placement: Placement | None = None) -> None:
+        self.exchange = exchange
+        self.placement = placement
+        self._calls = [0]
+
+    def layer(self, source: Any, layer: int) -> ParallelLayer | None:
+        placement = self.placement or Placement.in_order(source.experts, self.exchange.world_size)
+        return ParallelLayer(self.exchange, placement, layer, step=lambda: 0, calls=self._calls)
+
+
+def run_ranks(
+    count: int, rank: Callable[[FlatExchange], T], *, timeout_s: float = 20.0,
+    lost: Callable[[], ParamStoreError | None] = lambda: None,
+) -> list[T | BaseException]:  # fmt: skip
+    """Calls `rank` in a thread for each of `count` ranks, with its exchange; gives what each returned or raised, by rank."""
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # torch's stubs lack it
+    results: list[Any] = [TimeoutError(f"not done within {GIVE_UP_S} s")] * count
+
+    def run(number: int) -> None:
+        try:
+            limit = datetime.timedelta(seconds=GIVE_UP_S)
+            group = distributed_c10d.ProcessGroupGloo(distributed_c10d.PrefixStore("gloo", store), number, count, limit)
+            results[number] = rank(FlatExchange(group, distributed_c10d.PrefixStore("roll", store), timeout_s=timeout_s, lost=lost))
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(GIVE_UP_S)
+    return results
+
+
+def of_all(results: list[T | BaseException]) -> list[T]:
+    """The results of ranks none of which raised; raises the first error else."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # type: ignore[return-value]  # none is an error
