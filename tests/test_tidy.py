@@ -48,10 +48,10 @@ WIDE = {
 OF_THE_WHOLE = {"tests/crash", "tests/end_to_end", "tests/faults", "tests/gpu", "tests/properties", "tests/security"}
 """Folders of tests that are of no one module."""
 WITHOUT_A_MODULE = {
-    "tests": 4, "tests/client": 2, "tests/client/connection": 1, "tests/client/device": 1, "tests/client/gradients": 1,
-    "tests/client/hf": 8, "tests/client/nn": 1, "tests/daemon": 5, "tests/engine": 6, "tests/engine/capacity": 3,
-    "tests/engine/planner": 3, "tests/engine/steps": 6, "tests/engine/transfers": 1, "tests/fsck": 3, "tests/optim": 1,
-    "tests/storage": 2, "tests/storage/space": 1, "tests/upkeep": 2,
+    "tests": 4, "tests/cli": 1, "tests/client": 2, "tests/client/connection": 1, "tests/client/device": 1,
+    "tests/client/gradients": 1, "tests/client/hf": 8, "tests/client/nn": 1, "tests/daemon": 5, "tests/engine": 6,
+    "tests/engine/capacity": 3, "tests/engine/planner": 3, "tests/engine/steps": 6, "tests/engine/transfers": 1,
+    "tests/fsck": 3, "tests/optim": 1, "tests/storage": 2, "tests/storage/space": 1, "tests/upkeep": 2,
 }  # fmt: skip
 """Number of test modules in the other folders that mirror no module: most are the second of one."""
 UNUSED = {

@@ -20,9 +20,9 @@ def checkpoint_directory(path: str | os.PathLike[str], **cached: Any) -> Path:
     directory = Path(path)
     if directory.is_dir():
         return directory
-    if directory.exists() or directory.is_absolute():
-        what = "is a file" if directory.exists() else "is not there"
-        raise CheckpointError(f"{str(path)!r} {what}: give the directory that has the checkpoint's config.json and safetensors")
+    if directory.exists() or _is_no_id(os.fspath(path)):
+        what = " is a file" if directory.exists() else ": there is no such directory"
+        raise CheckpointError(f"{str(path)!r}{what}: give the directory that has the checkpoint's config.json and safetensors")
     try:
         hub = importlib.import_module("huggingface_hub")
     except ModuleNotFoundError as error:
@@ -35,3 +35,8 @@ def checkpoint_directory(path: str | os.PathLike[str], **cached: Any) -> Path:
         raise CheckpointError(
             f"{str(path)!r} is no directory, and the hub's cache has no model of that name: `hf download {path}` fetches it"
         ) from error
+
+
+def _is_no_id(path: str) -> bool:
+    """Whether no model of the hub can be called so: an id is a name, or an owner and a name."""
+    return path.startswith((".", "~", "/")) or path.endswith("/") or path.count("/") > 1

@@ -26,6 +26,10 @@ MEMORY_HELP = "Experts that stay in memory: a size, as 12GiB, or how many; defau
 BUDGET_HELP = "Host memory of the daemon that is started, as 64GiB; default PARAMSTORE_HOST_BUDGET, else half of what is available."
 DTYPE_HELP = "float32, bfloat16 or float16; default the checkpoint's."
 KEEP_HELP = "Leave the daemon that was started running: the next run finds experts in its memory."
+NOTHING_TO_FOLLOW = (
+    "--follow without --dir: nobody trains in the store that a run makes for itself; give the --dir of the trainer's store, and "
+    "the --namespace that it commits"
+)
 PROMPT_SIGN = ">>> "
 SEED_MAX = (1 << 64) - 1
 PIPE_WAIT_S = 2.0
@@ -52,6 +56,8 @@ def run(
     from paramstore.run.home import home_of
 
     _check_words(expert_memory=expert_memory, dtype=dtype, host_budget=host_budget)
+    if follow and directory is None:
+        raise ConfigError(NOTHING_TO_FOLLOW)
     if temperature is not None:
         number("--temperature", temperature, least=0.0, expected="a finite number from 0 on")
     home = home_of(model, directory=directory, namespace=namespace, dtype=dtype)  # told before the imports that take seconds

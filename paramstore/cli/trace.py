@@ -60,9 +60,11 @@ def record(
 
     check_writable("FILE", file)
     directory = checkpoint_directory(path)  # told before the imports that take seconds
+    from paramstore_client.hf.compat import modeling
     from paramstore_client.hf.recorder import record_text
 
     end_as_interrupt()
+    modeling.hush()
     with client.connect(socket) as store:
         try:
             trace = record_text(directory, file, prompt, tokens=tokens, store=store, name=namespace)

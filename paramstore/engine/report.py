@@ -81,11 +81,11 @@ def commit_progress(namespace: NamespaceState, now_s: float) -> dict[str, object
 
 
 def _part(stats: PartStats, arena: Arena | None) -> dict[str, object]:
-    slots = {"slots": 0, "slot_bytes": 0, "free": 0, "waiting": 0}
+    slots = {"slots": 0, "planned_slots": 0, "slot_bytes": 0, "free": 0, "waiting": 0}
     if arena is not None:
         slots = {
-            "slots": arena.slots.count, "slot_bytes": arena.slot_bytes, "free": arena.slots.free_count,
-            "waiting": len(arena.waiting),
+            "slots": arena.slots.count, "planned_slots": arena.planned_slots, "slot_bytes": arena.slot_bytes,
+            "free": arena.slots.free_count, "waiting": len(arena.waiting),
         }  # fmt: skip
     return {**asdict(stats), **slots}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paramstore.config import Config
 from paramstore.core.key import check_name
-from paramstore.directories import user_cache
+from paramstore.directories import check_directory, check_parent, is_missing, user_cache
 from paramstore.errors import ConfigError
 from paramstore_client.checkpoint_directory import checkpoint_directory
 from paramstore_client.connection.address import PATH_BYTES_MAX
@@ -47,10 +47,14 @@ def home_of(model: str, *, directory: Path | None, namespace: str | None, dtype:
     """The home of the checkpoint `model`, a directory or the id of a model in the hub's cache. Nothing is made.
 
     directory, namespace: what the caller wants instead. dtype: that the model is loaded in; None for the checkpoint's own. Raises
-    CheckpointError where there is no such checkpoint, ConfigError for a name that no namespace can have, and for a directory whose
-    path is too long for a socket in it.
+    CheckpointError where there is no such checkpoint, ConfigError for a name that no namespace can have, and for a directory that
+    is a file, that cannot be made where it is to lie, or whose path is too long for a socket in it.
     """
     checkpoint = checkpoint_directory(model)
+    if directory is not None:
+        check_parent("--dir", directory)
+        if not is_missing(directory):
+            check_directory("--dir", directory)
     base = re.sub(r"[^A-Za-z0-9._-]+", "-", os.path.basename(os.path.abspath(model))).strip(".-")[:NAME_LENGTH] or "model"
     place = f"{os.path.realpath(checkpoint)}\0{dtype or ''}"
     name = f"{base}-{hashlib.sha256(os.fsencode(place)).hexdigest()[:DIGEST_LENGTH]}"

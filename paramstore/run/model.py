@@ -60,7 +60,7 @@ def use_model(home: Home, settings: RunSettings, tell: Callable[[str], object], 
     `RunDaemon` and `ps.hf.from_pretrained` raise. What was imported until then stays, and is gone on from. No `with` of its
     callers: an interrupt would wait for the end of all that happens in an `__enter__`.
     """
-    _hush()
+    modeling.hush()
     memory = ExpertMemory.of(settings.expert_memory, "auto", mode="infer")
     bones = skeleton(home.checkpoint, dtype=settings.dtype, mode="infer")
     is_quantized = bool(quantized_parts(bones.config))
@@ -115,10 +115,3 @@ def _load_model(settings: RunSettings, home: Home, store: client.Store) -> Any:
         raise CheckpointError(
             f"{error}. Where {home.checkpoint} was replaced on purpose, its experts are imported anew with another --dir{way_out}"
         ) from error
-
-
-def _hush() -> None:
-    """Has transformers say only what went wrong: stderr is for our own lines."""
-    logging = modeling.transformers().logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -102,6 +102,6 @@ def _label(cost: Cost | None) -> str:
 
 def _said(cost: Cost | None) -> str:
     if cost is None:
-        return "nothing but counts: --load-rate makes a time of them"
+        return "misses, and bytes moved from and to the volumes, as counted: no time is modelled"
     compute = "arithmetic left out" if cost.compute_s is None else f"and {cost.compute_s * 1e3:g} ms of arithmetic"
     return f"latency modelled: bytes moved at {cost.source}, {compute}"

@@ -307,11 +307,6 @@ def test_a_chat_goes_on_after_an_interrupt_of_an_answer_and_ends_at_the_end_of_i
     assert f"paramstore: {ended + 7} tokens, " in capsys.readouterr().err
 
 
-def test_help_and_a_wrong_path_load_no_torch(modules_of: Callable[..., set[str]]) -> None:
-    assert not modules_of("run", "--help") & {"torch", "transformers", "numpy"}
-    assert not modules_of("run", "/no/such/model", "hi", code=1) & {"torch", "transformers"}
-
-
 def read(file: int | str) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BufferedReader(io.FileIO(file)), encoding="utf-8")
 

@@ -245,7 +245,10 @@ def test_no_daemon_is_unreachable_with_the_way_to_start_one(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "no daemon listens" in captured.err
-    assert "paramstore serve --dir" in captured.err
+    assert "`paramstore serve --dir DIR`" in captured.err
+    assert paramstore("status", str(tmp_path)) == 3
+    told = capsys.readouterr().err
+    assert f"start one with `paramstore serve --dir {tmp_path}`, or connect with autostart=ServeOptions(dir='{tmp_path}')" in told
 
 
 @pytest.mark.slow

@@ -198,13 +198,18 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_checkpoint_is_recorded_and_replayed(checkpoint: Path, tmp_path: Path, paramstore: Run, capsys: Capture) -> None:
+    from paramstore_client.hf.compat import modeling
     from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
+    modeling.transformers().logging.enable_progress_bar()  # as it is where nothing else ran before
+    capsys.readouterr()
     out = tmp_path / "tiny.trace"
     with ForkedDaemon(tmp_path / "store", "--host-budget", "64MiB") as daemon:
         words = ("trace", "record", str(checkpoint), str(out), "a b c a", "--tokens", "5", "--socket", daemon.address)
         assert paramstore(*words) == 0
-        assert "tiny.trace: " in capsys.readouterr().out
+        shown = capsys.readouterr()
+        assert "tiny.trace: " in shown.out
+        assert "Loading" not in shown.err
     trace = unpack_trace(out.read_bytes())
     visits = [event for event in trace.events if event.kind is ACQUIRE]
     assert 1 <= trace.steps <= 5

@@ -106,7 +106,7 @@ def test_a_namespace_without_memory_has_figures_too() -> None:
     small.namespace.close_memory()
     stats = namespace_stats(small.namespace, 0.0)
     assert isinstance(stats["param"], dict)
-    assert (stats["param"]["slots"], stats["param"]["free"]) == (0, 0)
+    assert (stats["param"]["slots"], stats["param"]["planned_slots"], stats["param"]["free"]) == (0, 0, 0)
     assert set(residency(small.namespace)["param"]) == {"absent"}  # type: ignore[call-overload]
 
 

@@ -34,10 +34,10 @@ def test_checkpoints_of_one_name_and_dtypes_of_one_checkpoint_have_stores_of_the
 
 
 def test_what_a_caller_wants_instead_is_taken(tmp_path: Path) -> None:
-    found = home("a/model", directory=Path("/s/store"), namespace="moe")
-    assert (found.directory, found.namespace, found.is_default) == (Path("/s/store"), "moe", False)
+    found = home("a/model", directory=tmp_path / "store", namespace="moe")
+    assert (found.directory, found.namespace, found.is_default) == (tmp_path / "store", "moe", False)
     found.make_parent()
-    assert not Path("/s").exists()
+    assert not found.directory.exists()
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +45,10 @@ def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         home("no-model")
     with pytest.raises(ConfigError, match="name"):
         home("a/model", namespace="not/a name")
+    with pytest.raises(ConfigError, match=r"^--dir /s/store: it cannot be made, as there is no directory /s;"):
+        home("a/model", directory=Path("/s/store"))
+    with pytest.raises(ConfigError, match=r"^--dir /dev/null: it is not a directory"):
+        home("a/model", directory=Path("/dev/null"))
     with pytest.raises(ConfigError, match="give a shorter --dir"):
         home("a/model", directory=Path("/" + "d" * 90))
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")

@@ -52,3 +52,5 @@ def test_the_axis_says_what_is_counted_and_what_is_modelled(tmp_path: Path, cost
     for said in (words, "miss rate", "memory of the slots, MiB", "% of the 8 experts", *POLICIES[READER]):
         assert said in text, said
     assert ("at 1MB/s" in text) is (cost is not None)
+    assert ("as counted: no time is modelled" in text) is (cost is None)
+    assert "--load-rate" not in text

@@ -1,4 +1,4 @@
-"""The model whose decoding is measured: a Qwen3-MoE of random weights, made on the spot."""
+"""The model whose decoding is measured: a Qwen3-MoE or a gpt-oss of random weights, made on the spot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
 import paramstore as ps
 from paramstore.bench.context import Bench
@@ -43,19 +43,38 @@ class Shape:
     @property
     def image_bytes(self) -> int:
         """Bytes of an expert in a slot."""
-        tensors = {"gate_up": (2 * self.inner, self.hidden), "down": (self.hidden, self.inner)}
-        return ps.param_schema({name: (shape, self.dtype) for name, shape in tensors.items()}).part("param").image_bytes
+        return ps.param_schema({name: (shape, self.dtype) for name, shape in self.tensors().items()}).part("param").image_bytes
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of an expert's tensors."""
+        return {"gate_up": (2 * self.inner, self.hidden), "down": (self.hidden, self.inner)}
 
     def budget_bytes(self, slots: int) -> int:
         """The host budget in which one reader is promised so many experts."""
         budget_bytes = sum(segment_lengths(slots_promising(slots), self.image_bytes)) + SLACK_BYTES
         return budget_bytes - budget_bytes % -SEGMENT_ALIGNMENT_BYTES
 
-    def config(self) -> Qwen3MoeConfig:
+    def config(self) -> PretrainedConfig:
         return Qwen3MoeConfig(  # type: ignore[call-arg]  # its stub lacks one
             vocab_size=VOCABULARY, hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=16,
             num_key_value_heads=4, head_dim=self.hidden // 16, intermediate_size=self.inner, moe_intermediate_size=self.inner,
             num_experts=self.experts, num_experts_per_tok=self.top_k, max_position_embeddings=LONGEST, norm_topk_prob=True,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GptOssShape(Shape):
+    """Sizes of a gpt-oss: its experts have biases beside the matrices."""
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        matrices = {"gate_up": (self.hidden, 2 * self.inner), "down": (self.inner, self.hidden)}
+        return {**matrices, "gate_up_bias": (2 * self.inner,), "down_bias": (self.hidden,)}
+
+    def config(self) -> PretrainedConfig:
+        return GptOssConfig(
+            vocab_size=VOCABULARY, hidden_size=self.hidden, num_hidden_layers=self.layers, num_attention_heads=16,
+            num_key_value_heads=4, head_dim=self.hidden // 16, intermediate_size=self.inner, num_local_experts=self.experts,
+            num_experts_per_tok=self.top_k, max_position_embeddings=LONGEST, layer_types=["full_attention"] * self.layers,
         )  # fmt: skip
 
 
@@ -64,9 +83,9 @@ SHAPES = {"bfloat16": Shape(), "float32": Shape(inner=704, dtype=torch.float32)}
 QUICK = Shape(layers=4, experts=8, hidden=256, inner=256, top_k=2)
 
 
-def checkpoint_of(bench: Bench, shape: Shape) -> Path:
-    """The model's checkpoint, made at the first call."""
-    path = bench.directory / "checkpoint"
+def checkpoint_of(bench: Bench, shape: Shape, directory: Path | None = None) -> Path:
+    """The model's checkpoint, made at the first call. directory: where it lies; default the bench's."""
+    path = (directory or bench.directory) / "checkpoint"
     if not path.exists():
         bench.tell("making the model")
         torch.manual_seed(0)

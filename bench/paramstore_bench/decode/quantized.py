@@ -9,11 +9,12 @@ one whose reads the daemons hold back to what a SATA drive gives.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,12 +29,18 @@ from paramstore.bench.pairs import Sample, sample_pairs
 from paramstore.bench.report.rows import SUBJECT, Row, Target, judged
 from paramstore.bench.service.daemon import Service, serving
 from paramstore.errors import StepMismatch
-from paramstore_bench.decode.checkpoint import Shape, checkpoint_of
+from paramstore_bench.decode.checkpoint import QUICK, SHAPES, GptOssShape, Shape, checkpoint_of
 from paramstore_bench.decode.rows import DECODE, Work
 from paramstore_bench.decode.runs import prompt_of, run
 from paramstore_bench.guesses.slow_volume import reading_at
-from paramstore_client.quantized.packed import packed_tensors, unpack_all
-from paramstore_testkit.training.quantized_checkpoints import fp8_quantization, quantize_files, to_fp8
+from paramstore_client.quantized.packed import FP8, MXFP4, packed_tensors, unpack_all
+from paramstore_testkit.training.quantized_checkpoints import (
+    fp8_quantization,
+    mxfp4_quantization,
+    quantize_files,
+    to_fp8,
+    to_mxfp4,
+)
 
 WORK = Work(16, new=24)
 SHARES = (0.5, 0.25)
@@ -45,6 +52,12 @@ CELLS: tuple[tuple[float | None, int], ...] = ((None, 1), (None, 2), (500e6, 2))
 TARGET, READ_TIMES = 1.5, 2.0
 """Times the speed of bf16 that is asked where reading takes so many times as long as unpacking."""
 RAW_RECORDS, UNPACKS = 16, 9
+FULL = {FP8: SHAPES["bfloat16"], MXFP4: GptOssShape()}
+SMALL = {
+    FP8: replace(QUICK, hidden=512),  # the smallest whose matrices are whole blocks of 128 x 128
+    MXFP4: GptOssShape(layers=QUICK.layers, experts=QUICK.experts, hidden=QUICK.hidden, inner=QUICK.inner, top_k=QUICK.top_k),
+}
+"""Shapes by format, of the bench and of its quick run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +82,24 @@ class Served:
         return sum(int(volume["bytes_read"]) for volume in self.service.stats()["volumes"].values())
 
 
-def measure_quantized(bench: Bench, *, shape: Shape, rounds: int) -> Iterator[Row]:
-    """Makes a row for each share of memory, speed of the drive and number of threads."""
-    quantized, plain = checkpoints_of(bench, shape)
+def measure_quantized(bench: Bench, *, shapes: Mapping[str, Shape], rounds: int) -> Iterator[Row]:
+    """Makes a row for each format, share of memory, speed of the drive and number of threads. shapes: by format, FP8 or MXFP4."""
+    for kind, shape in shapes.items():
+        with TemporaryDirectory(dir=bench.directory) as directory:  # of one format at a time: they are large
+            yield from measure_format(bench, Path(directory), kind, shape=shape, rounds=rounds)
+
+
+def measure_format(bench: Bench, directory: Path, kind: str, *, shape: Shape, rounds: int) -> Iterator[Row]:
+    """Makes the rows of one format. directory: for checkpoints and stores."""
+    quantized, plain = checkpoints_of(bench, directory, kind, shape)
     for share, (bytes_per_s, threads) in product(SHARES, CELLS):
         slots = max(shape.top_k, round(share * shape.keys))
         unpacked = max(shape.top_k, round(UNPACKED_SHARE * slots))
         budget_bytes = shape.budget_bytes(slots)
         with (
             reading_at(bytes_per_s),
-            serving(bench.directory / "quantized", host_budget_bytes=budget_bytes - unpacked * shape.image_bytes) as packed_service,
-            serving(bench.directory / "plain", host_budget_bytes=budget_bytes) as plain_service,
+            serving(directory / "quantized", host_budget_bytes=budget_bytes - unpacked * shape.image_bytes) as packed_service,
+            serving(directory / "plain", host_budget_bytes=budget_bytes) as plain_service,
             bench.raw_file(bench.directory, param_kind(), record_bytes=shape.image_bytes, record_count=RAW_RECORDS) as raw,
         ):
             ours, theirs = load(quantized, packed_service, unpacked), load(plain, plain_service, slots)
@@ -89,15 +109,18 @@ def measure_quantized(bench: Bench, *, shape: Shape, rounds: int) -> Iterator[Ro
                 torch.set_num_threads(threads)
                 drive = "" if bytes_per_s is None else f", a drive of {bytes_per_s / 1e6:.0f} MB/s"
                 case = f"{share:.0%} of bf16's bytes of memory, {threads} threads{drive}"
-                bench.tell(case)
+                bench.tell(f"{kind}, {case}")
                 costs = {"read_bf16_s": read_s(raw, bytes_per_s), "unpack_s": unpack_s(namespace)}
-                yield measure_pairs(case, ours, theirs, rounds=rounds, costs=costs, record_bytes=shape.image_bytes)
+                yield measure_pairs(case, ours, theirs, kind=kind, rounds=rounds, costs=costs, record_bytes=shape.image_bytes)
 
 
-def checkpoints_of(bench: Bench, shape: Shape) -> tuple[Path, Path]:
-    """The checkpoint in fp8, and the same as transformers dequantizes it."""
-    quantized, plain = checkpoint_of(bench, shape), bench.directory / "dequantized"
-    quantize_files(quantized, to_fp8, fp8_quantization(shape.layers))
+def checkpoints_of(bench: Bench, directory: Path, kind: str, shape: Shape) -> tuple[Path, Path]:
+    """The checkpoint in fp8 or mxfp4, and the same as transformers dequantizes it."""
+    quantized, plain = checkpoint_of(bench, shape, directory), directory / "dequantized"
+    if kind == FP8:
+        quantize_files(quantized, to_fp8, fp8_quantization(shape.layers))
+    else:
+        quantize_files(quantized, to_mxfp4, mxfp4_quantization())
     config = AutoConfig.from_pretrained(quantized)
     config.quantization_config["dequantize"] = True
     model: Any = AutoModelForCausalLM.from_pretrained(quantized, config=config, dtype=torch.bfloat16)
@@ -115,7 +138,7 @@ def load(checkpoint: Path, service: Service, experts: int) -> Served:
 
 
 def measure_pairs(
-    case: str, ours: Served, theirs: Served, *, rounds: int, costs: dict[str, float], record_bytes: int
+    case: str, ours: Served, theirs: Served, *, kind: str, rounds: int, costs: dict[str, float], record_bytes: int
 ) -> Row:  # fmt: skip
     """Measures pairs. Raises StepMismatch where a bit of the logits differs."""
     logits: dict[int, Tensor] = {}
@@ -135,7 +158,7 @@ def measure_pairs(
     }
     return judged(
         Row(
-            name=f"{DECODE}, fp8", case=case, subject=SUBJECT, unit="tokens/s", record_bytes=record_bytes, against="bf16",
+            name=f"{DECODE}, {kind}", case=case, subject=SUBJECT, unit="tokens/s", record_bytes=record_bytes, against="bf16",
             value=pairs.rate, limit=pairs.limit_rate, ratio=pairs.ratio, ratio_min=pairs.ratio_min, ratio_max=pairs.ratio_max,
             target=Target("ratio", ">=", TARGET) if is_asked else None, parts={**costs, **read},
             note="" if is_asked else "reading an expert takes less than twice as long as unpacking it",

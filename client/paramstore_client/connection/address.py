@@ -122,8 +122,10 @@ def nobody_listens(path: Path) -> StoreUnavailable:
                 f"daemon {daemon} holds {directory}, and nobody listens at {url(path)}: wait while it starts, or give the "
                 f"--socket that it was started with; where its socket was removed, `paramstore stop {directory}`, then serve again"
             )
+    is_there = directory is not None and directory.is_dir()
+    shown, given = (directory, repr(str(directory))) if is_there else ("DIR", "...")
     return StoreUnavailable(
-        f"{absence(path)}: start one with `paramstore serve --dir DIR`, or connect with autostart=ServeOptions(dir=...)"
+        f"{absence(path)}: start one with `paramstore serve --dir {shown}`, or connect with autostart=ServeOptions(dir={given})"
     )
 
 

@@ -28,6 +28,11 @@ FP8_DTYPE, BYTES = "float8_e4m3fn", "uint8"
 SCALE_DTYPES = ("float32", "bfloat16", "float16")
 GROUP = 32
 """Values of mxfp4 that share an exponent."""
+FORMS = {
+    FP8: f"{FP8_DTYPE} [r, C] with scales of {', '.join(SCALE_DTYPES)} for blocks of equal size",
+    MXFP4: f"{BYTES} [n, g, {GROUP // 2}] with scales of {BYTES} [n, g]",
+}
+"""What an expert's matrix is stored as, in words."""
 Spec = tuple[tuple[int, ...], str]
 """Shape and dtype of a field."""
 
@@ -148,10 +153,7 @@ def _fp8(tensor: str, rest: dict[str, Spec]) -> Fp8Pieces:
     while (spec := rest.pop(name := fp8_name(tensor, len(rows)), None)) is not None:
         scale = rest.pop(scale_name(name), None)
         if scale is None or len(spec[0]) != 2 or spec[1] != FP8_DTYPE or scale[1] not in SCALE_DTYPES or not _divides(scale, spec):
-            raise SchemaMismatch(
-                f"field {name!r} has {spec}, its scales {scale}: fp8 is {FP8_DTYPE} [r, C] with scales of "
-                f"{', '.join(SCALE_DTYPES)} for blocks of equal size"
-            )
+            raise SchemaMismatch(f"field {name!r} has {spec}, its scales {scale}: {FP8} is {FORMS[FP8]}")
         rows.append(spec[0][0])
         columns.add(spec[0][1])
     if len(columns) != 1:
@@ -162,9 +164,7 @@ def _fp8(tensor: str, rest: dict[str, Spec]) -> Fp8Pieces:
 def _mxfp4(tensor: str, rest: dict[str, Spec]) -> Mxfp4Blocks:
     blocks, scales = (rest.pop(name, None) for name in mxfp4_names(tensor))
     if blocks is None or scales is None or {blocks[1], scales[1]} != {BYTES} or blocks[0] != (*scales[0], GROUP // 2):
-        raise SchemaMismatch(
-            f"{tensor!r} has blocks {blocks} and scales {scales}: mxfp4 is uint8 [n, g, {GROUP // 2}] with scales uint8 [n, g]"
-        )
+        raise SchemaMismatch(f"{tensor!r} has blocks {blocks} and scales {scales}: {MXFP4} is {FORMS[MXFP4]}")
     columns, groups = scales[0]
     return Mxfp4Blocks(tensor, groups, columns)
 

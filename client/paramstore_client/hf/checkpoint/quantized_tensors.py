@@ -8,16 +8,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from paramstore.errors import CheckpointError
-from paramstore_client.quantized.packed import FP8, MXFP4, fp8_name, mxfp4_names, scale_name
+from paramstore.core.schema import Schema
+from paramstore.errors import CheckpointError, SchemaMismatch
+from paramstore_client.quantized.packed import FORMS, FP8, MXFP4, fp8_name, mxfp4_names, packed_tensors, scale_name
 from paramstore_client.safetensors_file import DTYPES, StoredTensor
 
 FP8_SCALE = "_scale_inv"
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 BYTES = "U8"
+FP8_CODE = "F8_E4M3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class QuantizedTensor:
             yield from zip(mxfp4_names(tensor), self.stored, strict=True)
 
     def __str__(self) -> str:
-        return f"{self.values} with {self.scales.name}"
+        return f"{self.values} with {self.scales}"
 
 
 CheckpointTensor = StoredTensor | QuantizedTensor
@@ -65,17 +67,20 @@ CheckpointTensor = StoredTensor | QuantizedTensor
 
 def paired(tensors: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
     """The tensors of a checkpoint by the names that they would have if none were quantized. Raises CheckpointError where blocks of
-    mxfp4 have no scales."""
+    mxfp4 have no scales, and where scales have no blocks."""
     found: dict[str, CheckpointTensor] = {}
     for name, tensor in tensors.items():
         base, suffix = _split(name)
         if suffix == FP8_SCALE and base in tensors:
             continue
-        if suffix == MXFP4_SCALES and base + MXFP4_BLOCKS in tensors:
+        if suffix == MXFP4_SCALES and (base + MXFP4_BLOCKS in tensors or tensor.dtype == BYTES):
+            if base + MXFP4_BLOCKS not in tensors:
+                raise CheckpointError(f"{described(tensor)}, has no blocks: {base + MXFP4_BLOCKS!r} is missing{form_of(MXFP4)}")
             continue
-        if suffix == MXFP4_BLOCKS and tensor.dtype == BYTES:
-            if (scales := tensors.get(base + MXFP4_SCALES)) is None:
-                raise CheckpointError(f"{tensor} has no scales: {base + MXFP4_SCALES!r} is missing")
+        scales = tensors.get(base + MXFP4_SCALES)
+        if suffix == MXFP4_BLOCKS and (scales is not None or tensor.dtype == BYTES):
+            if scales is None:
+                raise CheckpointError(f"{described(tensor)}, has no scales: {base + MXFP4_SCALES!r} is missing{form_of(MXFP4)}")
             found[base] = QuantizedTensor(MXFP4, base, tensor, scales)
         elif (scales := tensors.get(name + FP8_SCALE)) is not None:
             found[name] = QuantizedTensor(FP8, name, tensor, scales)
@@ -87,6 +92,52 @@ def paired(tensors: Mapping[str, StoredTensor]) -> dict[str, CheckpointTensor]:
 def spec_of(stored: StoredTensor) -> tuple[tuple[int, ...], str]:
     """Shape and dtype of the field that holds such a tensor."""
     return stored.shape, DTYPES[stored.dtype]
+
+
+def described(tensor: CheckpointTensor) -> str:
+    """Where a tensor lies and what it is, its scales too, for an error."""
+    each = (f"{stored} of shape {list(stored.shape)}, {DTYPES[stored.dtype]}" for stored in stored_of(tensor))
+    return ", with ".join(each)
+
+
+def named(tensors: Iterable[CheckpointTensor]) -> str:
+    """The same of several."""
+    return " and ".join(map(described, tensors))
+
+
+def form_of(kind: str) -> str:
+    """What tensors of a kind are, to end an error with."""
+    return f"; an expert's matrix in {kind} is {FORMS[kind]}"
+
+
+def check_piece(source: CheckpointTensor, whole: CheckpointTensor) -> None:
+    """Checks the shapes and dtypes of what one expert has of a tensor. whole: as the checkpoint has it. Raises CheckpointError."""
+    if not isinstance(source, QuantizedTensor):
+        if source.dtype == FP8_CODE:
+            raise CheckpointError(f"{described(whole)}, has no scales: {source.name + FP8_SCALE!r} is missing{form_of(FP8)}")
+        return
+    try:
+        packed_tensors(Schema.param({name: spec_of(stored) for name, stored in source.fields("piece", 0)}))
+    except SchemaMismatch as error:
+        raise CheckpointError(f"{described(whole)}, does not fit{form_of(source.kind)}") from error
+
+
+def check_alike(kinds: Iterable[Sequence[Sequence[CheckpointTensor]]]) -> None:
+    """Checks that a quantized tensor is of one kind. kinds: by kind, what each expert's is made of. Raises CheckpointError naming
+    one of the rarest, and one as most are."""
+    rarest, *others = sorted(kinds, key=len)
+    if not others:
+        return
+    pairs = [*zip(rarest[0], others[-1][0], strict=False)]
+    odd, usual = next((pair for pair in pairs if _specs(pair[0]) != _specs(pair[1])), pairs[0])
+    raise CheckpointError(
+        f"{described(odd)}, is not as most are: {described(usual)}; quantized experts are served where all have the same shapes "
+        "and dtypes, their scales too"
+    )
+
+
+def _specs(tensor: CheckpointTensor) -> list[tuple[tuple[int, ...], str]]:
+    return [spec_of(stored) for stored in stored_of(tensor)]
 
 
 def stored_of(tensor: CheckpointTensor) -> tuple[StoredTensor, ...]:

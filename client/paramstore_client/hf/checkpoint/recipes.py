@@ -20,7 +20,18 @@ from torch import Tensor, nn
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
 from paramstore.errors import CheckpointError, SchemaMismatch
-from paramstore_client.hf.checkpoint.quantized_tensors import CheckpointTensor, QuantizedTensor, paired, spec_of, stored_of
+from paramstore_client.hf.checkpoint.quantized_tensors import (
+    CheckpointTensor,
+    QuantizedTensor,
+    check_alike,
+    check_piece,
+    described,
+    form_of,
+    named,
+    paired,
+    spec_of,
+    stored_of,
+)
 from paramstore_client.hf.checkpoint.shards import Checkpoint, check_unchanged
 from paramstore_client.hf.compat.conversions import Conversions, natural_order
 from paramstore_client.hf.model import module_list
@@ -34,6 +45,8 @@ Found = Mapping[str, Mapping[str | None, list[CheckpointTensor]]]
 """Per parameter of the model, per pattern of the converter that makes it (None without one), the tensors that it is made of."""
 _Kind = tuple[ExpertTensor, tuple[tuple[str | None, tuple[int, ...], str], ...]]
 """A tensor of the experts, and what it is made of: by pattern, shape and dtype."""
+_Seen = dict[_Kind, list[tuple[CheckpointTensor, ...]]]
+"""By kind, the tensors of the checkpoint that each expert of it is made of."""
 FLOATS = ("F32", "BF16", "F16")
 """Dtypes of weights that can be computed with as they are."""
 SAMPLES_MAX = 1024
@@ -59,6 +72,10 @@ class Recipe:
             return {pattern: tensors[expert] for pattern, tensors in self.sources.items()}
         return {pattern: tensors[0].rows(expert, 1) for pattern, tensors in self.sources.items()}
 
+    def whole(self, expert: int) -> tuple[CheckpointTensor, ...]:
+        """The same tensors as the checkpoint has them, the other experts' rows too."""
+        return tuple(tensors[expert if self.is_per_expert else 0] for tensors in self.sources.values())
+
 
 class ExpertSource:
     """A checkpoint seen as experts. The constructor checks it as a whole: nothing is missing, and every shape and dtype fits.
@@ -83,50 +100,55 @@ class ExpertSource:
             names = [f"{path}.{child}.{tensor.name}" for child in module_list.expert_names(module)]
             lacking = next((name for name in names if name not in found), None)
             if lacking is not None:
-                raise CheckpointError(f"{self._directory}: no tensor {lacking!r} is in the checkpoint")
+                raise CheckpointError(f"{self._directory}: no tensor {lacking!r} is in the checkpoint{_others(tensor, found)}")
             return Recipe(names[0], tensor, {None: tuple(found[name][None][0] for name in names)}, is_per_expert=True)
         target = f"{path}.{tensor.name}"
         if target not in found:
-            raise CheckpointError(f"{self._directory}: no tensor of the checkpoint becomes {target!r}")
+            raise CheckpointError(f"{self._directory}: no tensor of the checkpoint becomes {target!r}{_others(tensor, found)}")
         sources = {pattern: tuple(tensors) for pattern, tensors in found[target].items()}
         is_per_expert = not all(_has_all(tensors, experts) for tensors in sources.values())
         for tensors in sources.values():
+            if is_per_expert and len(tensors) == 1 < experts:
+                form = form_of(tensors[0].kind) if isinstance(tensors[0], QuantizedTensor) else ""
+                raise CheckpointError(
+                    f"{described(tensors[0])}: no other is like it, and it has no row for each of {experts} experts that make "
+                    f"{target!r}{form}"
+                )
             if is_per_expert and len(tensors) != experts:
                 raise CheckpointError(f"{self._directory}: {_lacking(tensors, experts)}, one of {experts} that make {target!r}")
         return Recipe(target, tensor, sources, is_per_expert)
 
     def _check(self) -> None:
-        seen: set[_Kind] = set()
+        seen: _Seen = {}
         quantized = set[ExpertTensor]()
         for recipes in self._recipes.values():
             for recipe in recipes:
                 for expert in range(self._layout.experts):
-                    sources = recipe.of(expert)
-                    self._check_one(recipe, sources, seen)
-                    if _is_quantized(sources):
+                    self._check_one(recipe, expert, seen)
+                    if _is_quantized(recipe.of(expert)):
                         quantized.add(recipe.tensor)
         for tensor in quantized:
-            if len(kinds := [stored for of, stored in seen if of == tensor]) > 1:
-                raise CheckpointError(
-                    f"{self._directory}: {tensor.name!r} of its experts is of several kinds, {kinds[:2]}: quantized experts are "
-                    "served where all have one"
-                )
+            check_alike([found for (of, _), found in seen.items() if of == tensor])
 
-    def _check_one(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor], seen: set[_Kind]) -> None:
-        """Checks what `recipe` makes of one expert's `sources`. seen: what need not be checked again."""
-        everything = [(pattern, stored) for pattern, source in sources.items() for stored in stored_of(source)]
-        shapes = tuple((pattern, stored.shape, stored.dtype) for pattern, stored in everything)
-        if (recipe.tensor, shapes) in seen:
+    def _check_one(self, recipe: Recipe, expert: int, seen: _Seen) -> None:
+        """Checks what `recipe` makes for one expert. seen: what need not be checked again; it is noted there."""
+        sources, whole = recipe.of(expert), recipe.whole(expert)
+        kind = recipe.tensor, tuple(
+            (pattern, stored.shape, stored.dtype) for pattern, source in sources.items() for stored in stored_of(source)
+        )  # fmt: skip
+        if kind in seen:
+            seen[kind].append(whole)
             return
-        named = ", ".join(f"{stored} of shape {list(stored.shape)}" for _, stored in everything)
         try:
+            for source, tensor in zip(sources.values(), whole, strict=True):
+                check_piece(source if recipe.is_per_expert or not isinstance(source, QuantizedTensor) else source.one(), tensor)
             shape = self._quantized_shape(recipe, sources) if _is_quantized(sources) else self._plain_shape(recipe, sources)
         except (RuntimeError, ValueError, IndexError, KeyError) as error:  # whatever a conversion makes of wrong shapes
-            raise CheckpointError(f"{named}: cannot be converted to {recipe.target!r}: {error}") from error
+            raise CheckpointError(f"{named(whole)}: cannot be converted to {recipe.target!r}: {error}") from error
         if shape != recipe.tensor.shape:
             wanted = list(recipe.tensor.shape)
-            raise CheckpointError(f"{named}: makes {list(shape)} for an expert, {recipe.target!r} has {wanted}")
-        seen.add((recipe.tensor, shapes))
+            raise CheckpointError(f"{named(whole)}: makes {list(shape)} for an expert, {recipe.target!r} has {wanted}")
+        seen[kind] = [whole]
 
     def _plain_shape(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> tuple[int, ...]:
         metas = {}
@@ -146,8 +168,7 @@ class ExpertSource:
         try:
             (made,) = packed_tensors(Schema.param(fields))
         except SchemaMismatch as error:
-            named = ", ".join(str(source) for source in sources.values())
-            raise CheckpointError(f"{named}: {error}") from error
+            raise CheckpointError(f"{named(sources.values())}: {error}") from error
         return made.shape
 
     def _fields(
@@ -157,7 +178,7 @@ class ExpertSource:
         for piece, pattern in enumerate(self._order(recipe, sources)):
             source = sources[pattern]
             if not isinstance(source, QuantizedTensor):
-                raise CheckpointError(f"{source} is {source.dtype}, and others that make {recipe.target!r} are quantized")
+                raise CheckpointError(f"{described(source)}, is not quantized, as others are that make {recipe.target!r}")
             yield from (source if recipe.is_per_expert else source.one()).fields(recipe.tensor.name, piece)
 
     def _order(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> list[str | None]:
@@ -179,7 +200,10 @@ class ExpertSource:
         for order in permutations(numbers):
             if torch.equal(made, torch.cat([numbers[pattern] for pattern in order], dim=-2).view(made.shape)):
                 return list(order)
-        raise CheckpointError(f"{recipe.target!r}: its conversion does more than put quantized pieces one below the other")
+        raise CheckpointError(
+            f"{named(sources.values())}: the conversion to {recipe.target!r} does more than put pieces one below the other, which "
+            "is all that is done for quantized ones"
+        )
 
     @property
     def schema(self) -> Schema:
@@ -254,7 +278,9 @@ class ExpertSource:
     def _whole(self, recipe: Recipe, sources: Mapping[str | None, CheckpointTensor]) -> Iterator[tuple[str, StoredTensor]]:
         """The field that one expert's plain `sources` are in a record that holds quantized ones beside it."""
         if len(self._order(recipe, sources)) > 1:
-            raise CheckpointError(f"{recipe.target!r}: it is made of several tensors, which a record does not keep apart")
+            raise CheckpointError(
+                f"{named(sources.values())}: {recipe.target!r} is made of several tensors, which a record does not keep apart"
+            )
         (source,) = sources.values()
         (stored,) = stored_of(source)
         yield recipe.tensor.name, stored
@@ -318,9 +344,18 @@ def _has_all(tensors: tuple[CheckpointTensor, ...], experts: int) -> bool:
     return len(tensors) == 1 and all(len(one.shape) > 1 and one.shape[0] == experts for one in stored_of(tensors[0]))
 
 
+def _others(tensor: ExpertTensor, found: Found) -> str:
+    """Words for an error where a layer lacks `tensor`: what others have."""
+    for target, by_pattern in found.items():
+        if target.endswith(f".{tensor.name}"):
+            return f"; another layer has {named(tensors[0] for tensors in by_pattern.values())}"
+    return ""
+
+
 def _lacking(tensors: tuple[CheckpointTensor, ...], experts: int) -> str:
     """Words for an error where there is not one tensor for each expert: the missing name, where it can be told."""
-    split = [re.split(r"(\d+)", tensor.name) for tensor in tensors]
+    stored = [stored_of(tensor)[0] for tensor in tensors]
+    split = [re.split(r"(\d+)", each.name) for each in stored]
     varying = [place for place in range(1, len(split[0]), 2) if len({parts[place] for parts in split}) > 1]
     if len(varying) == 1 and len({len(parts) for parts in split}) == 1:
         there = {int(parts[varying[0]]) for parts in split}
@@ -328,5 +363,5 @@ def _lacking(tensors: tuple[CheckpointTensor, ...], experts: int) -> str:
         if missing is not None:
             parts = [*split[0]]
             parts[varying[0]] = str(missing)
-            return f"tensor {''.join(parts)!r} is missing (others of its kind are in {stored_of(tensors[0])[0].file.name})"
-    return f"{len(tensors)} tensors like {tensors[0].name!r} ({stored_of(tensors[0])[0].file.name})"
+            return f"tensor {''.join(parts)!r} is missing (others of its kind are in {stored[0].file.name})"
+    return f"{len(tensors)} tensors like {stored[0].name!r} ({stored[0].file.name})"

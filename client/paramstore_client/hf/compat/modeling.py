@@ -60,6 +60,13 @@ def transformers() -> Any:
     return package
 
 
+def hush() -> None:
+    """Has transformers say only what went wrong: for commands, whose stderr is for their own lines."""
+    logging = transformers().logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def register_experts_function(name: str, function: ExpertsFunction) -> None:
     """Registers `function`: from here on `experts_implementation=name` means it. A second call does no harm."""
     transformers()

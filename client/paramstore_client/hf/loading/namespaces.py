@@ -66,6 +66,12 @@ def committed_schema(store: Store, name: str) -> Schema | None:
     return None
 
 
+def memory_slots(store: Store, name: str) -> int:
+    """How many experts of an open namespace the daemon's memory is to hold."""
+    param = store.stats()["namespaces"][name]["param"]
+    return int(param.get("planned_slots", param["slots"]))  # an older daemon tells those that there are by now
+
+
 def _open_reader(store: Store, name: str, bounds: LeaseBounds) -> Namespace:
     """A reader's handle that was promised a lease slot at least. Raises CapacityError where none is left, naming who has them."""
     least, most = bounds

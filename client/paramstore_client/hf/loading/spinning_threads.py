@@ -16,7 +16,8 @@ _log = logging.getLogger(__name__)
 
 
 def advise(slots: int, keys: int) -> None:
-    """Logs a warning, once a process, where `keys` experts share `slots`, and are loaded beside threads that spin on every core."""
+    """Logs a warning, once a process, where `keys` experts share `slots` of memory, so that some are read again and again, beside
+    threads that spin on every core."""
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
     if slots < keys and threads >= max(cores, 2) and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
         _tell(threads, cores)

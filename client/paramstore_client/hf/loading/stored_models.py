@@ -34,7 +34,7 @@ from paramstore_client.hf.loading import spinning_threads
 from paramstore_client.hf.loading.checkpoint_source import CheckpointSource, Seen, directory_of
 from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
-from paramstore_client.hf.loading.namespaces import committed_schema, open_experts
+from paramstore_client.hf.loading.namespaces import committed_schema, memory_slots, open_experts
 from paramstore_client.hf.loading.newest_step import take_dense
 from paramstore_client.hf.loading.placement import CacheShape, Placement, check_device_map, check_shape, make_tier
 from paramstore_client.hf.model import experts_function
@@ -118,6 +118,8 @@ class _Wanted:
         )  # fmt: skip
         if not trains:
             close_when_dropped(opened)
+            if placement.device is None:
+                spinning_threads.advise(memory_slots(self.store, name), len(opened.layers) * opened.experts)
         return opened
 
 
@@ -301,7 +303,6 @@ def join(
             source = make_tier(namespace, placement.slots or 1, device=placement.device, policy=policy, dtype=dtype)
         elif not trains:
             source = standing(namespace, slots=placement.slots, policy=policy)
-            spinning_threads.advise(source.lease_slots, len(namespace.layers) * namespace.experts)
         sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
         anchor = None if sentinel is None else sentinel.anchor
         stored = ModelExperts(

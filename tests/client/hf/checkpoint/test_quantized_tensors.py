@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ from safetensors.torch import load_file, save_file
 import paramstore as ps
 from paramstore.errors import CheckpointError, ConfigError, SchemaMismatch, UnsupportedModel
 from paramstore_client.device.tier import DeviceTier
+from paramstore_client.hf.checkpoint.recipes import ExpertSource
 from paramstore_client.hf.checkpoint.shards import open_checkpoint
+from paramstore_client.hf.checkpoint.skeleton import skeleton
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.export_checkpoint import export_checkpoint
 from paramstore_client.hf.model.binding import layer_of
-from paramstore_client.hf.model.layout import experts_modules
+from paramstore_client.hf.model.layout import experts_modules, find_layout
 from paramstore_testkit.training.quantized_checkpoints import CHECKPOINTS, FILE, deepseek_checkpoint, deepseek_config, from_fp8
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -170,31 +172,110 @@ def test_a_method_that_is_not_served_is_refused_with_advice(store: ps.Store, che
         served(store, tmp_path, name="never")
 
 
-@pytest.mark.parametrize(
-    "damage", ["scales of another shape", "scales missing", "another dtype", "half of the experts' scales", "one expert in bf16"]
-)
-def test_a_damaged_checkpoint_is_refused_before_a_namespace_is_made(
+FORMS = {
+    "fp8": "; an expert's matrix in fp8 is float8_e4m3fn [r, C] with scales of float32, bfloat16, float16 for blocks of equal size",
+    "mxfp4": "; an expert's matrix in mxfp4 is uint8 [n, g, 16] with scales of uint8 [n, g]",
+}
+ALIKE = "; quantized experts are served where all have the same shapes and dtypes, their scales too"
+Change = Callable[[dict[str, torch.Tensor], str, str], object]
+"""Given tensors, and the names of one expert's values and scales."""
+
+
+def with_scales(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda tensors, values, scales: tensors.update({scales: change(tensors[scales]).clone()})
+
+
+def with_values(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda tensors, values, scales: tensors.update({values: change(tensors[values]).clone()})
+
+
+DAMAGES: dict[str, tuple[Change, dict[str, str]]] = {
+    "scales in one row": (with_scales(lambda scales: scales.flatten()[:-1]), {
+        "fp8": "{values}, with {scales} of shape [1], float32, does not fit{form}",
+        "mxfp4": "{scales} of shape [1535], uint8: {rows}{form}",
+    }),
+    "scales missing": (lambda tensors, values, scales: tensors.pop(scales), {
+        "fp8": "{values}, has no scales: {scales_name} is missing{form}",
+        "mxfp4": "{values}, has no scales: {scales_name} is missing{form}",
+    }),
+    "scales in int32": (with_scales(lambda scales: scales.to(torch.int32)), {
+        "fp8": "{values}, with {scales} of shape [2, 1], int32, does not fit{form}",
+        "mxfp4": "{values}, with {scales} of shape [8, 64, 3], int32, does not fit{form}",
+    }),
+    "half of the scales": (with_scales(lambda scales: scales[: len(scales) // 2]), {
+        "fp8": "{scales} of shape [1, 1], float32, is not as most are: {other}",
+        "mxfp4": "{values}, with {scales} of shape [4, 64, 3], uint8: {rows}{form}",
+    }),
+    "scales in another dtype": (with_scales(lambda scales: scales.to(torch.bfloat16)), {
+        "fp8": "{values}, with {scales} of shape [2, 1], bfloat16, is not as most are: {other}",
+    }),
+    "values in bfloat16": (with_values(lambda values: torch.zeros(values.shape, dtype=torch.bfloat16)), {
+        "fp8": "{named} of shape [256, 128], bfloat16, with {scales} of shape [2, 1], float32, does not fit{form}",
+        "mxfp4": "{named} of shape [8, 64, 3, 16], bfloat16, with {scales} of shape [8, 64, 3], uint8, does not fit{form}",
+    }),
+    "values in int8": (with_values(lambda values: values.view(torch.int8)), {
+        "fp8": "{named} of shape [256, 128], int8, with {scales} of shape [2, 1], float32, does not fit{form}",
+        "mxfp4": "{named} of shape [8, 64, 3, 16], int8, with {scales} of shape [8, 64, 3], uint8, does not fit{form}",
+    }),
+    "values missing": (lambda tensors, values, scales: tensors.pop(values), {
+        "fp8": "tensor {values_name} is missing (others of its kind are in model.safetensors), one of 8 that make ",
+        "mxfp4": "{scales} of shape [8, 64, 3], uint8, has no blocks: {values_name} is missing{form}",
+    }),
+    "both missing": (lambda tensors, values, scales: (tensors.pop(values), tensors.pop(scales)), {
+        "fp8": "tensor {values_name} is missing (others of its kind are in model.safetensors), one of 8 that make ",
+        "mxfp4": "becomes 'model.layers.1.mlp.experts.down_proj'; another layer has {other}",
+    }),
+}  # fmt: skip
+"""What is changed, and by kind how it is told: words in the order of the message."""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_with_file_and_tensor_before_a_namespace_is_made(
     damage: str, store: ps.Store, checkpoint: Path, tmp_path: Path
 ) -> None:
-    tensors = load_file(checkpoint / FILE)
-    name = next(name for name in tensors if "layers.1" in name and "experts" in name and name.endswith(("_scale_inv", "_scales")))
-    if damage == "scales of another shape":
-        tensors[name] = tensors[name].flatten()[:-1].clone()
-    elif damage == "scales missing":
-        del tensors[name]
-    elif damage == "half of the experts' scales":
-        tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
-    elif damage == "one expert in bf16":
-        values = name.replace("_scale_inv", "").replace("_scales", "_blocks")
-        tensors[values] = torch.zeros(tensors[values].shape, dtype=torch.bfloat16)
-    else:
-        tensors[name] = tensors[name].to(torch.int32)
+    change, told = DAMAGES[damage]
+    kind = checkpoint.name
+    if kind not in told:
+        pytest.skip("one dtype alone is legal")
+    tensors, file = load_file(checkpoint / FILE), tmp_path / FILE
+    scales = next(name for name in tensors if "layers.1" in name and "experts" in name and name.endswith(("_scale_inv", "_scales")))
+    values = scales.replace("_scale_inv", "").replace("_scales", "_blocks")
+    shape, dtype = list(tensors[values].shape), str(tensors[values].dtype).removeprefix("torch.")
+    words = {
+        "values_name": repr(values), "scales_name": repr(scales), "scales": f"tensor {scales!r} in {file}", "form": FORMS[kind],
+        "named": f"tensor {values!r} in {file}", "values": f"tensor {values!r} in {file} of shape {shape}, {dtype}",
+        "rows": f"no other is like it, and it has no row for each of 8 experts that make {values.removesuffix('_blocks')!r}",
+        "other": f"tensor {values.replace('layers.1', 'layers.0')!r} in {file} of shape {shape}, {dtype}, with ",
+    }  # fmt: skip
+    change(tensors, values, scales)
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
-    save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
-    named = re.escape(name.removesuffix("_scale_inv").removesuffix("_scales"))
-    with pytest.raises(CheckpointError, match=f"{named}|several kinds"):
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
         served(store, tmp_path, name="never")
+    said, wanted = str(caught.value), told[kind].removesuffix("{form}")
+    assert wanted.format(**words) in said
+    assert said.endswith(FORMS[kind] if wanted != told[kind] else ALIKE if "most are" in wanted else "")
     assert "never" not in {known["name"] for known in store.namespaces()}
+
+
+def test_what_is_more_than_pieces_is_refused_with_file_and_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = CHECKPOINTS["fp8"](tmp_path / "fp8")
+    model = skeleton(checkpoint, mode="infer")
+    file = re.escape(str(checkpoint / FILE))
+    both = rf"tensor '\S*experts\.0\.gate_proj\.weight' in {file} .* and tensor '\S*experts\.0\.up_proj\.weight' in {file} .*"
+    made = ExpertSource._made
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertSource, "_made", lambda *given: made(*given).flip(0))
+        with pytest.raises(CheckpointError, match=f"{both}: the conversion to .*gate_up_proj' does more than put pieces"):
+            ExpertSource(model, find_layout(model), open_checkpoint(checkpoint))
+    tensors = load_file(checkpoint / FILE)
+    for name in [name for name in tensors if re.search(r"experts\.\d+\.(gate|up)_proj\.weight$", name)]:
+        tensors[name] = tensors[name].to(torch.bfloat16)
+        del tensors[f"{name}_scale_inv"]
+    save_file(tensors, checkpoint / FILE, metadata={"format": "pt"})
+    source = ExpertSource(model, find_layout(model), open_checkpoint(checkpoint))
+    with pytest.raises(CheckpointError, match=f"{both}: '.*gate_up_proj' is made of several tensors, which a record does not keep"):
+        [*source.places((0, 0))]
 
 
 def test_a_checkpoint_that_does_not_say_that_it_is_quantized_is_refused(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MixtralConfig
 
+import paramstore as ps
 from paramstore_client.hf.loading import spinning_threads
 from paramstore_client.hf.loading.spinning_threads import advise
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 SetUp = Callable[..., None]
 
@@ -44,3 +48,19 @@ def test_nobody_else_is(threads: int, cores: int, policy: str, slots: int, set_u
     set_up(threads=threads, cores=cores, policy=policy)
     advise(slots=slots, keys=8)
     assert not caplog.records
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("host_budget", "is_told"), [("64MiB", False), ("4MiB", True)])
+def test_a_model_is_only_where_the_daemon_cannot_hold_all_experts(
+    host_budget: str, is_told: bool, set_up: SetUp, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_local_experts=8, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    with ForkedDaemon(tmp_path / "store", "--host-budget", host_budget) as daemon, ps.connect(daemon.address) as store:
+        set_up(threads=2, cores=2)
+        model = ps.hf.from_config(AutoModelForCausalLM, config, store=store, mode="infer", name="moe", expert_memory=1)
+        ps.hf.namespace(model).close()
+    assert any("OMP_WAIT_POLICY" in record.getMessage() for record in caplog.records) is is_told
