@@ -1,6 +1,7 @@
 """Fine-tunes a Qwen3-MoE model whose experts live in the store: FSDP2 for the dense part, clipping, checkpoints, resuming.
 
     torchrun --standalone --nproc-per-node 2 examples/finetune_qwen3_moe.py --model MODEL [--text TEXT] [--out RUN] [--steps N]
+        [--expert-parallel]
 
 MODEL is a checkpoint of transformers; without it a small random one is made, whose tokens are bytes. The same command again goes
 on from the last checkpoint, however the run before ended (of Ctrl-C torchrun tells at length), and comes to the same weights.
@@ -47,7 +48,10 @@ def main(arguments):
 
     daemon = ps.ServeOptions(dir=str(out / "store"), host_budget=arguments.host_budget)
     store = ps.connect(autostart=daemon, timeout_s=120)  # one daemon, whichever rank comes first
-    model = ps.hf.from_pretrained(AutoModelForCausalLM, path, store=store, mode="train", name="experts")
+    parallel = ps.moe.ExpertParallel() if arguments.expert_parallel else None  # each rank computes its own experts, for all
+    model = ps.hf.from_pretrained(
+        AutoModelForCausalLM, path, store=store, mode="train", name="experts", expert_parallel=parallel
+    )  # fmt: skip
     for block in model.model.layers:
         fully_shard(block)
     fully_shard(model)
@@ -130,6 +134,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("finetune-run"), help="the store and the checkpoints")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--host-budget", default="64MiB")
+    parser.add_argument("--expert-parallel", action="store_true", help="tokens travel to the ranks of their experts")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with torchrun, as the first lines of --help have it")

@@ -21,8 +21,9 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-MODES = ("ddp", "nested", "fsdp2", "early ddp", "early fsdp2", "checkpoint", "trainer")
+KINDS = ("ddp", "nested", "fsdp2", "early ddp", "early fsdp2", "checkpoint", "trainer")
 """The last one lets transformers and accelerate set up what they like."""
+MODES = (*KINDS, *(f"parallel {kind}" for kind in KINDS))
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def test_ranks_under_mixed_precision_train_as_the_unmodified_model(daemon: Daemo
     run_well(daemon, program=(str(Path(__file__).with_name("mixed_precision_rank.py")),))
 
 
-def test_a_restarted_job_fences_the_former_and_goes_on_from_its_commit(daemon: DaemonProcess, tmp_path: Path) -> None:
-    said = run_well(daemon, "restart", str(tmp_path / "dense.pt"), torchrun=("--max-restarts", "1"))
+@pytest.mark.parametrize("mode", ["restart", "parallel restart"])
+def test_a_restarted_job_fences_the_former_and_goes_on_from_its_commit(daemon: DaemonProcess, tmp_path: Path, mode: str) -> None:
+    said = run_well(daemon, mode, str(tmp_path / "dense.pt"), torchrun=("--max-restarts", "1"))
     assert "exitcode" in said, "the first start died"

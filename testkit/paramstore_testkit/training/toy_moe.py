@@ -80,9 +80,9 @@ def make_namespace(store: ps.Store, name: str, make_schema: Callable[..., ps.Sch
     return namespace
 
 
-def make_stored(namespace: ps.Namespace) -> ToyMoE:
+def make_stored(namespace: ps.Namespace, *, parallel: ps.moe.ExpertParallel | None = None) -> ToyMoE:
     group = ps.nn.ExpertSchedule()
-    return ToyMoE([StoredExperts(namespace, layer, group=group) for layer in range(LAYERS)])
+    return ToyMoE([StoredExperts(namespace, layer, group=group, parallel=parallel) for layer in range(LAYERS)])
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
