@@ -1,0 +1,1 @@
+"""Nodes on one machine: network namespaces with shaped links, CPU quotas, and ranks of `torch.distributed` started on them."""
