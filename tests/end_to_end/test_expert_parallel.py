@@ -1,0 +1,93 @@
+"""Expert-parallel ranks against a real daemon: what goes wrong on one, all learn in time, and the job goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramstore_client import connect
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
+from paramstore_testkit.processes.forked_daemon import ForkedDaemon
+from paramstore_testkit.training.parallel_rank import FAULTS, LIMIT_S
+
+pytestmark = pytest.mark.slow
+
+RANKS, VICTIM = 3, 1
+PROGRAM = "paramstore_testkit.training.parallel_rank"
+WAIT_S = 100.0
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    settings = {**QUIET, "PARAMSTORE_WAIT_TIMEOUT_S": f"{LIMIT_S:g}"}
+    with ForkedDaemon(tmp_path / "store", "--host-budget", "64MiB", environment=settings) as daemon:
+        yield daemon
+
+
+def run(daemon: DaemonProcess, meeting: Path, fault: str = "none") -> dict[int, dict[str, Any]]:
+    """Starts a job's ranks anew; gives what each said that ended by itself."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, daemon.address, str(meeting), str(rank), str(RANKS), meeting.name, fault, str(VICTIM)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    said = {}
+    try:
+        for rank, process in enumerate(ranks):
+            if rank == VICTIM and fault.startswith(("kill", "stop")):
+                continue
+            out, err = process.communicate(timeout=WAIT_S)
+            assert process.returncode == 0, err
+            said[rank] = json.loads(out)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate(timeout=WAIT_S)
+    if fault.startswith("kill"):
+        assert ranks[VICTIM].returncode == -signal.SIGKILL
+    return said
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the experts of a job in which nothing happens."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with ForkedDaemon(directory / "store", "--host-budget", "64MiB", environment=QUIET) as daemon:
+        (digest,) = {told["digest"] for told in run(daemon, directory / "meeting").values()}
+    return str(digest)
+
+
+ALWAYS = {"kill in backward", "stop in dispatch"}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, marks=[] if fault in ALWAYS else [pytest.mark.soak]) for fault in FAULTS if fault != "none"],
+)  # fmt: skip
+def test_what_happens_to_one_rank_the_others_learn_and_the_job_goes_on_to_the_same_experts(
+    daemon: DaemonProcess, tmp_path: Path, undisturbed: str, fault: str
+) -> None:
+    said = run(daemon, tmp_path / "first", fault)
+    for rank, told in said.items():
+        is_lost = fault.startswith("kill")
+        errors = {"RankLost"} if is_lost else {"StepMismatch", "RankLost"}  # a rank that came too late has ended, where it is seen
+        assert told["error"] in errors, told
+        assert f"rank {VICTIM}" in told["message"] or rank == VICTIM, told
+        assert told["seconds"] < (LIMIT_S if is_lost else 3 * LIMIT_S), told
+        assert told["leased"] == 0, told
+    with connect(daemon.address) as store:
+        (known,) = store.namespaces()
+        assert known["committed_step"] == 1
+    again = run(daemon, tmp_path / "second")
+    assert {told.get("digest") for told in again.values()} == {undisturbed}, again
