@@ -19,6 +19,7 @@ from paramstore_client.running import find_daemon
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "client.md"
 RANKS = ROOT / "docs" / "ranks.md"
+PARALLEL = ROOT / "docs" / "expert-parallel.md"
 NODES = ROOT / "docs" / "nodes.md"
 TRAINING = ROOT / "docs" / "training.md"
 TRANSFORMERS = ROOT / "docs" / "transformers.md"
@@ -57,7 +58,7 @@ def client_source(*names: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [PAGE, RANKS, NODES, TRAINING, TRANSFORMERS, SERVING], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [PAGE, RANKS, PARALLEL, NODES, TRAINING, TRANSFORMERS, SERVING], ids=lambda page: page.stem)
 def test_the_pages_program_runs(page: Path, folder: Path) -> None:
     script = folder / "client_page.py"
     script.write_text(program(page))

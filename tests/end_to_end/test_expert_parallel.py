@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from paramstore_client import connect
+from paramstore_client import connect, hf
 from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
+from paramstore_testkit.training.moe_families import tiny_config
+from paramstore_testkit.training.parallel_generate import NEW_TOKENS, prompt
 from paramstore_testkit.training.parallel_rank import FAULTS, LIMIT_S
 
 pytestmark = pytest.mark.slow
 
 RANKS, VICTIM = 3, 1
 PROGRAM = "paramstore_testkit.training.parallel_rank"
+GENERATES = "paramstore_testkit.training.parallel_generate"
 WAIT_S = 100.0
 
 
@@ -91,3 +96,33 @@ def test_what_happens_to_one_rank_the_others_learn_and_the_job_goes_on_to_the_sa
         assert known["committed_step"] == 1
     again = run(daemon, tmp_path / "second")
     assert {told.get("digest") for told in again.values()} == {undisturbed}, again
+
+
+def test_ranks_that_serve_one_model_generate_what_the_unmodified_one_does(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"))
+    model.save_pretrained(checkpoint)
+    with ForkedDaemon(tmp_path / "store", "--host-budget", "64MiB", environment=QUIET) as daemon:
+        with connect(daemon.address) as store:
+            served = hf.from_pretrained(AutoModelForCausalLM, checkpoint, store=store, mode="infer", name="served")
+            del served
+        arguments = (daemon.address, str(tmp_path / "meeting"))
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", GENERATES, *arguments, str(rank), str(len(NEW_TOKENS)), str(checkpoint)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(len(NEW_TOKENS))
+        ]  # fmt: skip
+        try:
+            done = [process.communicate(timeout=WAIT_S) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+    for rank, (out, err) in enumerate(done):
+        assert ranks[rank].returncode == 0, err
+        expected = model.generate(
+            prompt(rank), max_new_tokens=NEW_TOKENS[rank], do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        assert json.loads(out)["tokens"] == expected.tolist(), rank

@@ -42,6 +42,7 @@ from paramstore_client.hf.model.binding import ModelExperts, bind, find_experts
 from paramstore_client.hf.model.early_loads import SpeculationFigures
 from paramstore_client.hf.model.kernels import choose_kernel
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
+from paramstore_client.hf.model.module_list import check_parallel
 from paramstore_client.hf.model.stripping import strip, stripped_class
 from paramstore_client.namespace import Namespace, close_when_dropped
 from paramstore_client.nn.parallel import Parallel
@@ -99,6 +100,8 @@ class _Wanted:
         """
         memory = ExpertMemory.of(self.expert_memory, self.residency, mode=self.mode)
         layout, trains = find_layout(model), self.mode == "train"
+        if self.expert_parallel is not None:
+            check_parallel(model, layout.modules.values())
         schema = layout.schema(self.optimizer if trains else None, updates=self.updates, **(self.schema_options or {}))
         kernel = choose_kernel(model, self.experts_kernel, requested)
         held = committed_schema(self.store, name)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+from paramstore.errors import UnsupportedModel
 
 STRIPPED = "_paramstore_fields"
 """Attribute of a stripped container: the fields of each expert."""
@@ -31,6 +33,17 @@ def is_container(module: nn.Module) -> bool:
     if "Experts" not in type(module).__name__ or type(module).forward is nn.Module.forward or not names:
         return False
     return len({type(module.get_submodule(name)) for name in names}) == 1
+
+
+def check_parallel(model: nn.Module, paths: Iterable[str]) -> None:
+    """Raises UnsupportedModel where one of the experts modules at `paths` is a container: it brings its tokens to its experts by
+    itself, so that nobody else can bring them to other ranks."""
+    for path in paths:
+        if is_container(container := model.get_submodule(path)):
+            raise UnsupportedModel(
+                f"{type(container).__name__} keeps a module for each expert and dispatches to them itself: leave out "
+                "expert_parallel; each rank computes what its own tokens choose then"
+            )
 
 
 def fields_of(container: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,79 @@
+"""The argument `ExpertParallel`: where it changes nothing, and what it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from paramstore.errors import ConfigError, LeaseError, ParamStoreError, RankLost, UnsupportedModel
+from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.hf.model.module_list import check_parallel
+from paramstore_client.moe.expert_parallel import ExpertParallel, _loss_of, _step_of
+from paramstore_testkit.training.moe_families import small_config
+
+
+class Group(dist.ProcessGroup):
+    """A group of ranks that never meet."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)
+
+
+@pytest.fixture
+def in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+
+
+def test_a_process_without_torch_distributed_computes_all_itself() -> None:
+    assert ExpertParallel().layer(MemoryNamespace.of_swiglu(), 0) is None
+
+
+@pytest.mark.usefixtures("in_a_job")
+def test_a_rank_that_is_alone_computes_all_itself() -> None:
+    assert ExpertParallel(Group(1)).layer(MemoryNamespace.of_swiglu(), 0) is None
+
+
+@pytest.mark.usefixtures("in_a_job")
+def test_a_namespace_that_was_opened_for_other_ranks_is_refused() -> None:
+    source: Any = SimpleNamespace(mode="write", world_size=2, wait_timeout_s=1.0, experts=8)
+    with pytest.raises(ConfigError, match=r"its group has 3 ranks, the namespace was opened for 2: .*launched"):
+        ExpertParallel(Group(3)).layer(source, 0)
+
+
+@pytest.mark.parametrize("group", [3, "gloo", object()])
+def test_what_is_no_group_is_refused(group: Any) -> None:
+    with pytest.raises(ConfigError, match=r"group.*dist\.new_group"):
+        ExpertParallel(group)
+
+
+def test_ranks_see_one_step_by_a_number() -> None:
+    assert _step_of(SimpleNamespace(view_step=7, epoch=2)) == 7
+    assert _step_of(SimpleNamespace(view_step=None, epoch=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "known"), [(RankLost("rank 1 is gone"), True), (LeaseError("was closed"), False), (None, False)]
+)
+def test_the_daemon_is_asked_which_rank_is_gone(error: ParamStoreError | None, known: bool) -> None:
+    def end_layers(layers: list[int]) -> None:
+        assert layers == []
+        if error is not None:
+            raise error
+
+    handle = SimpleNamespace(mode="write", world_size=2, end_layers=end_layers)
+    assert _loss_of(handle) is (error if known else None)
+    assert _loss_of(SimpleNamespace(mode="read", world_size=1)) is None
+
+
+@pytest.mark.slow
+def test_containers_that_dispatch_by_themselves_are_refused() -> None:
+    import transformers
+
+    model = transformers.AutoModelForSeq2SeqLM.from_config(small_config(transformers.SwitchTransformersConfig))
+    (path,) = [name for name, module in model.named_modules() if type(module).__name__ == "SwitchTransformersExperts"][:1]
+    with pytest.raises(UnsupportedModel, match="SwitchTransformersExperts keeps a module for each expert"):
+        check_parallel(model, [path])
+    check_parallel(model, ["shared"])
