@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import datetime
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,6 @@ from paramstore.errors import ConfigError, ParamStoreError, RankLost
 from paramstore_client.moe.exchange import Exchange, FlatExchange
 from paramstore_client.moe.parallel_layer import ParallelLayer
 from paramstore_client.source import ExpertSource
-
-_numbers = itertools.count()
 
 
 class ExpertParallel:
@@ -59,18 +57,23 @@ class ExpertParallel:
     def _joined(self, handle: Any) -> Exchange | None:
         if not dist.is_available() or not dist.is_initialized():
             return None
-        group = self._group if self._group is not None else dist.new_group()
+        timeout_s = float(handle.wait_timeout_s) if self._timeout_s is None else self._timeout_s
+        group = self._group or dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
         if group.size() == 1:
             return None
-        ranks = getattr(handle, "world_size", group.size()) if getattr(handle, "mode", "") == "write" else group.size()
+        ranks = handle.world_size if _writes(handle) else group.size()
         if ranks != group.size():
             raise ConfigError(
                 f"expert_parallel: its group has {group.size()} ranks, the namespace was opened for {ranks}: open it with rank= "
                 "and world_size=, as ps.training.launched() gives them"
             )
-        store = dist.distributed_c10d.PrefixStore(f"paramstore/moe/{next(_numbers)}", dist.distributed_c10d._get_default_store())
-        timeout_s = self._timeout_s if self._timeout_s is not None else handle.wait_timeout_s
+        c10d = dist.distributed_c10d
+        store = c10d.PrefixStore(f"paramstore/moe/{group.group_name}", c10d._get_default_store())
         return FlatExchange(group, store, timeout_s=timeout_s, lost=partial(_loss_of, handle))
+
+
+def _writes(handle: Any) -> bool:
+    return getattr(handle, "mode", "read") == "write"
 
 
 def _step_of(handle: Any) -> int:
@@ -81,7 +84,7 @@ def _step_of(handle: Any) -> int:
 
 def _loss_of(handle: Any) -> ParamStoreError | None:
     """The daemon's word on which rank of a group of writers is gone."""
-    if handle.mode != "write" or handle.world_size == 1:
+    if not _writes(handle) or handle.world_size == 1:
         return None
     try:
         handle.end_layers([])  # of all calls the one that says it at once and changes nothing

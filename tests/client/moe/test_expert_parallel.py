@@ -33,7 +33,7 @@ def test_a_process_without_torch_distributed_computes_all_itself() -> None:
 
 @pytest.mark.usefixtures("in_a_job")
 def test_a_rank_that_is_alone_computes_all_itself() -> None:
-    assert ExpertParallel(Group(1)).layer(MemoryNamespace.of_swiglu(), 0) is None
+    assert ExpertParallel(Group(1), timeout_s=1.0).layer(MemoryNamespace.of_swiglu(), 0) is None
 
 
 @pytest.mark.usefixtures("in_a_job")
