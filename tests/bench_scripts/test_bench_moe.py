@@ -1,0 +1,52 @@
+"""The bench of expert-parallel layers runs as a user runs it, and says what it is for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PARAMSTORE_")}
+    return subprocess.run(
+        [sys.executable, str(ROOT / "bench" / "bench_moe.py"), "--quick", "--dir", str(directory), *options],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_quick_run_writes_its_rows_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.mktemp("b")  # a socket's path is short
+    file = directory / "moe.json"
+    done = run(directory, "--out", str(file))
+    assert done.returncode in (0, 1), done.stderr  # 1: a figure falls short, which says nothing of small layers
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["name"], row["against"], row["target"]["bound"]) for row in rows] == [
+        ("gradients pushed", "without expert parallelism", 0.26),
+        ("experts leased", "without expert parallelism", 0.26),
+        ("gradient norm and apply", "without expert parallelism", 1.8),
+        ("training step", "without expert parallelism", 1.15),
+        ("layer", "transformers' all-to-all, bare", pytest.approx(0.9524, abs=1e-4)),
+        ("layer", "transformers' all-to-all, as loaded", pytest.approx(0.9524, abs=1e-4)),
+        ("layer", "fixed capacity, none dropped", 3.0),
+    ]
+    assert [row["ratio"] for row in rows[:2]] == [0.25, 0.25], "each rank had all experts, and has a quarter of them"
+    for row in rows[4:]:
+        assert row["parts"]["difference_y"] <= 1e-5
+        assert row["parts"]["sent_bytes"] > 0
+    assert rows[-1]["parts"]["fixed_bytes"] > rows[-1]["parts"]["sent_bytes"]
+    assert [path.name for path in directory.iterdir()] == ["moe.json"]
+
+
+def test_a_part_that_is_none_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "--only", "service,pear", "--out", str(tmp_path / "moe.json"))
+    assert done.returncode != 0
+    assert "--only service,pear: write some of service, peer, capacity, with commas" in done.stderr
+    assert list(tmp_path.iterdir()) == []
