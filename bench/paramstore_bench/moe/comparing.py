@@ -20,7 +20,6 @@ from paramstore_bench.moe.layers import FixedCapacity, Layer, Ours, Transformers
 from paramstore_bench.moe.meeting import greatest, seconds_of, sums
 from paramstore_bench.moe.sizes import RANKS, Batch, Sizes
 from paramstore_client.moe.exchange import FlatExchange
-from paramstore_client.moe.parallel_layer import STATUS_BYTES
 
 NAMES = ("y", "gradients of tokens", "gradients of gates", "gradients of weights")
 EXCHANGE_S = 60.0
@@ -63,7 +62,7 @@ def compared(sizes: Sizes, ours: Layer, other: Layer, exchange: FlatExchange) ->
     batch = Batch.draw(sizes, rank=rank, number=0)
     before_bytes = exchange.sent_bytes
     mine = passed(ours, batch)
-    sent, expected = sums([exchange.sent_bytes - before_bytes - status_bytes(sizes), crossing_bytes(sizes, batch, rank)])
+    sent, expected = sums([exchange.sent_bytes - before_bytes, crossing_bytes(sizes, batch, rank)])
     check_sent(sent, expected)
     differences = {
         name: greatest(difference(one, another)) for name, one, another in zip(NAMES, mine, passed(other, batch), strict=True)
@@ -120,8 +119,3 @@ def crossing_bytes(sizes: Sizes, batch: Batch, rank: int) -> int:
     own = own_experts(sizes, rank)
     away = (batch.ids[0] < own.start) | (batch.ids[0] >= own.stop)
     return 4 * int(away.sum()) * sizes.row_bytes
-
-
-def status_bytes(sizes: Sizes) -> int:
-    """Bytes that a rank's statuses take behind rows, of which both passes send one to each other rank: whole rows."""
-    return 2 * (RANKS - 1) * -(-STATUS_BYTES // sizes.row_bytes) * sizes.row_bytes

@@ -9,6 +9,7 @@ met: who does not answer is named. In a job that writes a namespace the daemon k
 from __future__ import annotations
 
 import datetime
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -89,21 +90,36 @@ class FlatExchange(Exchange):
         except RuntimeError as error:
             self._broken = self._reason(error, waited_s=time.monotonic() - began_s)
             raise self._broken from error
+        except BaseException as error:
+            self._broken = RankLost(f"expert-parallel ranks: this one left an exchange by {type(error).__name__}: start it again")
+            raise
 
     def _reason(self, error: RuntimeError, *, waited_s: float) -> ParamStoreError:
         """Who is to blame for an exchange that failed with `error`."""
-        names = [f"roll/{rank}" for rank in range(self.world_size)]
-        missing: tuple[int, ...] = ()
-        with suppress(RuntimeError):  # the store's own: it went with the rank that kept it
-            self._store.set(names[self.rank], b"1")
-            if (known := self._lost()) is not None:
-                return known
-            with suppress(RuntimeError):  # some did not come
-                self._store.wait(names, datetime.timedelta(seconds=ROLL_S))
-            missing = tuple(rank for rank, name in enumerate(names) if not self._store.check([name]))
+        if (known := self._lost()) is not None:
+            return known
+        missing = self._call_roll()
         if (known := self._lost()) is not None:
             return known
         who = ranks_named(missing) if missing else "one of them"
         if waited_s >= self._timeout_s:
             return StepMismatch(f"expert-parallel ranks: {who} did not come to an exchange within {self._timeout_s:g} s: {error}")
         return RankLost(f"expert-parallel ranks: {who} left an exchange; the group is broken: {error}")
+
+    def _call_roll(self) -> tuple[int, ...]:
+        """The ranks that do not answer within ROLL_S; none where the store does not either: it may be the rank that keeps it which
+        stands still, and then calls of it never return."""
+        names = [f"roll/{rank}" for rank in range(self.world_size)]
+        missing: list[int] = []
+
+        def call() -> None:
+            with suppress(RuntimeError):  # the store's own: it went with the rank that kept it
+                self._store.set(names[self.rank], b"1")
+                with suppress(RuntimeError):  # some did not come
+                    self._store.wait(names, datetime.timedelta(seconds=ROLL_S))
+                missing.extend(rank for rank, name in enumerate(names) if not self._store.check([name]))
+
+        calling = threading.Thread(target=call, name="paramstore-roll", daemon=True)
+        calling.start()
+        calling.join(2 * ROLL_S)
+        return () if calling.is_alive() else tuple(missing)

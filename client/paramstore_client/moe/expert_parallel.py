@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paramstore.core.arguments import seconds, wrong
 from paramstore.core.placement import Placement
-from paramstore.errors import ConfigError, ParamStoreError, RankLost
+from paramstore.errors import ConfigError, ParamStoreError, RankLost, StepMismatch
 from paramstore_client.moe.exchange import Exchange, FlatExchange
 from paramstore_client.moe.parallel_layer import ParallelLayer
 from paramstore_client.source import ExpertSource
@@ -41,32 +41,41 @@ class ExpertParallel:
         self._group = group
         self._timeout_s = None if timeout_s is None else seconds("timeout_s", timeout_s)
         self._exchange: Exchange | None = None
+        self._has_met = False
         self._calls = [0]
 
     def layer(self, source: ExpertSource, layer: int) -> ParallelLayer | None:
         """What `layer` of `source` exchanges rows by; None where this rank is alone. Every rank calls it, for each layer, in one
         order. Raises ConfigError where the namespace was opened for other ranks than the group has."""
-        handle = getattr(source, "namespace", source)
-        if self._exchange is None:
-            self._exchange = self._joined(handle)
+        handle: Any = getattr(source, "namespace", source)
+        if not self._has_met:
+            self._exchange = self._met(handle)
+            self._has_met = True
         if self._exchange is None:
             return None
-        placement = Placement.in_order(source.experts, self._exchange.world_size)
+        ranks, size = handle.world_size if _writes(handle) else self._exchange.world_size, self._exchange.world_size
+        if ranks != size:
+            raise ConfigError(
+                f"expert_parallel: its group has {size} ranks, the namespace was opened for {ranks}: open it with rank= and "
+                "world_size=, as ps.training.launched() gives them"
+            )
+        placement = Placement.in_order(source.experts, size)
         return ParallelLayer(self._exchange, placement, layer, step=partial(_step_of, handle), calls=self._calls)
 
-    def _joined(self, handle: Any) -> Exchange | None:
+    def _met(self, handle: Any) -> Exchange | None:
+        """The exchange of all ranks; None where this one is alone. Raises StepMismatch where not all of them come in time."""
         if not dist.is_available() or not dist.is_initialized():
             return None
         timeout_s = float(handle.wait_timeout_s) if self._timeout_s is None else self._timeout_s
-        group = self._group or dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+        try:
+            group = self._group or dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+        except dist.DistError as error:
+            raise StepMismatch(
+                f"expert_parallel: not all ranks came to make their group within {timeout_s:g} s, as each does that makes the "
+                f"model: {error}"
+            ) from error
         if group.size() == 1:
             return None
-        ranks = handle.world_size if _writes(handle) else group.size()
-        if ranks != group.size():
-            raise ConfigError(
-                f"expert_parallel: its group has {group.size()} ranks, the namespace was opened for {ranks}: open it with rank= "
-                "and world_size=, as ps.training.launched() gives them"
-            )
         c10d = dist.distributed_c10d
         store = c10d.PrefixStore(f"paramstore/moe/{group.group_name}", c10d._get_default_store())
         return FlatExchange(group, store, timeout_s=timeout_s, lost=partial(_loss_of, handle))

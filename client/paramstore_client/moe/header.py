@@ -1,4 +1,4 @@
-"""The header that ranks exchange before a layer's rows: what must be alike on all of them, and how many rows go where.
+"""The header that ranks exchange before each exchange of rows: what must be alike on all of them, and how many rows go where.
 
 Every rank sees every rank's header before a row is sent, so all raise alike where one differs or refuses. A message between two
 ranks has one length, whatever they send: a backend ends the process where lengths differ.
@@ -6,6 +6,7 @@ ranks has one length, whatever they send: a backend ends the process where lengt
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paramstore.core.placement import ranks_named
-from paramstore.errors import ParamStoreError, StepFailed, StepMismatch, from_wire
+from paramstore.errors import CLASSES, ParamStoreError, StepMismatch, from_wire
 
 NUMBERS = 512
 """int64 numbers of one message: a header, and the counts of as many experts and slots as fit behind it."""
@@ -21,16 +22,29 @@ TOLD_AT = 16
 """Where counts begin, or the bytes of a refusal."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MATCHED, REFUSED = 0, 1
+DTYPE_AT = TOLD_AT - 1
+"""Where the dtype of what a rank's experts gave is told, by its place in DTYPES; UNKNOWN where it computed nothing."""
+UNKNOWN = len(DTYPES)
+
+
+class Phase(enum.IntEnum):
+    """What a header stands before: rows on their way to their experts, what these gave on its way back, and gradients of both."""
+
+    FORWARD = 0
+    RETURN = 1
+    BACKWARD = 2
+    RETURN_BACKWARD = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
     """What must be alike on all ranks, in words that an error can use.
 
-    call: how many layers were called before. step: the one whose experts are seen. width: elements of a row. slots: how many
-    counts there are for each expert. records: whether gradients are recorded.
+    phase, call: which exchange it is: of which pass, after how many calls of layers. step: the one whose experts are seen. width:
+    elements of a row. slots: how many counts there are for each expert. records: whether gradients are recorded.
     """
 
+    phase: Phase
     call: int
     layer: int
     step: int
@@ -47,13 +61,19 @@ class Header:
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Header:
-        return cls(*numbers[: len(fields(cls))])
+        phase, *rest = numbers[: len(fields(cls))]
+        return cls(Phase(phase), *rest)
 
 
-def messages(header: Header, counts: Sequence[Tensor], *, device: torch.device) -> Tensor:
-    """One rank's messages, [ranks, NUMBERS]: the header, and as many of the counts for each rank as fit."""
+def messages(
+    header: Header, counts: Sequence[Tensor], *, device: torch.device, computed: torch.dtype | None = None
+) -> Tensor:  # fmt: skip
+    """One rank's messages, [ranks, NUMBERS]: the header, and as many of the counts for each rank as fit. computed: the dtype of
+    what its experts gave."""
     told = torch.zeros(len(counts), NUMBERS, dtype=torch.int64)
-    told[:, 2:TOLD_AT] = torch.tensor([*header.numbers(), *[0] * (TOLD_AT - 2 - len(fields(Header)))])
+    numbers = header.numbers()
+    told[:, 2 : 2 + len(numbers)] = torch.tensor(numbers)
+    told[:, DTYPE_AT] = UNKNOWN if computed is None else DTYPES.index(computed)
     for message, fitting in zip(told, counts, strict=True):
         message[TOLD_AT : TOLD_AT + len(fitting)] = fitting[: NUMBERS - TOLD_AT]
     return told.to(device)
@@ -68,24 +88,27 @@ def refusal(error: BaseException, *, device: torch.device) -> Tensor:
     return told.to(device)
 
 
-def check_refusals(messages: Tensor, *, this: int) -> None:
-    """Raises what another rank told it cannot go on for; the error of the first one, of the same class. messages: [ranks, NUMBERS],
-    on the host."""
-    for rank, told in enumerate(messages):
-        if rank != this and told[0] == REFUSED:
-            raise refused(told, rank)
+def check_told(told: Tensor, *, this: int) -> None:
+    """Raises what another rank told it cannot go on for: its error, where it is one of ours, else a ParamStoreError that names it.
+    Raises StepMismatch, which names ranks and values, where headers differ. told: [ranks, NUMBERS], on the host."""
+    for rank, message in enumerate(told):
+        if rank != this and message[0] == REFUSED:
+            raise _refused(message, rank)
+    check_alike([Header.of(numbers) for numbers in told[:, 2:TOLD_AT].tolist()])
 
 
-def refused(told: Tensor, rank: int) -> ParamStoreError:
-    """The error that `rank` told."""
+def _refused(told: Tensor, rank: int) -> ParamStoreError:
     text = told[TOLD_AT:].view(torch.uint8)[: int(told[1])].numpy().tobytes().decode(errors="replace")
     name, _, reason = text.partition("\n")
-    error = from_wire(name, f"rank {rank}: {reason}")
-    return error if type(error) is not ParamStoreError else StepFailed(str(error))
+    if name in CLASSES:
+        return from_wire(name, f"rank {rank}: {reason}")
+    return ParamStoreError(f"rank {rank}: {name}: {reason}")
 
 
 def check_alike(headers: Sequence[Header]) -> None:
     """Raises StepMismatch, which names ranks and values, where headers differ."""
+    if all(header == headers[0] for header in headers):
+        return
     for field in fields(Header):
         ranks: dict[int, list[int]] = {}
         for rank, header in enumerate(headers):
@@ -96,4 +119,6 @@ def check_alike(headers: Sequence[Header]) -> None:
 
 
 def _named(field: str, value: int) -> str:
+    if field == "phase":
+        return Phase(value).name.lower().replace("_", " of ")
     return str(DTYPES[value]) if field == "dtype" else str(value)

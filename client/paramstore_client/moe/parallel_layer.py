@@ -4,9 +4,9 @@
 
 - Every rank takes part in every exchange, forward and backward, with tokens or without: both nodes hang on an anchor that needs a
   gradient, and Back on There, whatever lies between them.
-- The row behind those that come back to a rank says how the others fared: where one of them failed, all have its error, after
-  the same exchanges, and are in step.
-- No row is computed with before all ranks are known to agree (`header`).
+- Before each exchange of rows all ranks are known to stand before the same one (`header`): so ranks that do different things
+  learn it, and nothing is sent whose size is not agreed on. What one rank fails at, it tells in place of its next header: all raise
+  it, and are in step after it.
 
 The layer's exchanges are those of MPMoE's S and R (section III-A; C is the local experts'), without its capacity. What S sends is
 not padded, so that its sizes travel first.
@@ -17,8 +17,10 @@ not padded, so that its sizes travel first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,23 +31,21 @@ from paramstore.core.placement import Placement
 from paramstore.errors import ConfigError, ParamStoreError
 from paramstore_client.moe.exchange import Exchange
 from paramstore_client.moe.header import (
+    DTYPE_AT,
     DTYPES,
     NUMBERS,
     TOLD_AT,
+    UNKNOWN,
     Header,
-    check_alike,
-    check_refusals,
+    Phase,
+    check_told,
     messages,
     refusal,
-    refused,
 )  # fmt: skip
 from paramstore_client.moe.row_plan import Groups, Incoming, Outgoing, inverse
 from paramstore_client.nn.parallel import Anchor, Local, ParallelRows
 
-STATUS_BYTES = 8
-FAILED = -1
-"""The status of a rank that failed; else the dtype of its rows, by its place in DTYPES, or UNKNOWN where it computed none."""
-UNKNOWN = len(DTYPES)
+_log = logging.getLogger(__name__)
 
 
 class ParallelLayer(ParallelRows):
@@ -73,9 +73,13 @@ class ParallelLayer(ParallelRows):
         RankLost."""
         records = torch.is_grad_enabled()
         call = self._agreed(x_ND, counts_G, top_k=top_k, records=records)
-        ahead([block.expert for block in call.incoming.blocks])
+        try:
+            ahead([block.expert for block in call.incoming.blocks])
+        except Exception:  # it fails nobody's work: the others have begun to send
+            _log.exception("layer %d: experts could not be loaded ahead", self._layer)
         if not records:
             y_MD = self._computed(call, local, call.there(x_ND), None)
+            call.meet(Phase.RETURN)
             return call.returned(call.back(y_MD))
         given = None if anchor is None else anchor()  # once a forward: a checkpoint that recomputes gives another leaf each time
         leaf = torch.zeros((), requires_grad=True) if given is None else given
@@ -85,20 +89,22 @@ class ParallelLayer(ParallelRows):
 
     def _agreed(self, x_ND: Tensor, counts_G: Tensor, *, top_k: int, records: bool) -> _Call:
         exchange, device = self._exchange, x_ND.device
-        slots = len(counts_G) // self._placement.experts
-        if slots not in self._groups:
-            self._groups[slots] = Groups.of(self._placement, slots=slots)
-        outgoing = Outgoing.of(counts_G, self._groups[slots], device=device)
-        header = Header(
-            self._calls[0], self._layer, self._step(), DTYPES.index(x_ND.dtype), x_ND.shape[1], self._placement.experts, top_k,
-            slots, self._digest, int(records),
-        )  # fmt: skip
+        with self.guard(device):
+            if x_ND.dtype not in DTYPES:
+                raise ConfigError(f"expert-parallel rows of {x_ND.dtype}: use one of {', '.join(map(str, DTYPES))}")
+            slots = len(counts_G) // self._placement.experts
+            if slots not in self._groups:
+                self._groups[slots] = Groups.of(self._placement, slots=slots)
+            outgoing = Outgoing.of(counts_G, self._groups[slots], device=device)
+            header = Header(
+                Phase.FORWARD, self._calls[0], self._layer, self._step(), DTYPES.index(x_ND.dtype), x_ND.shape[1],
+                self._placement.experts, top_k, slots, self._digest, int(records),
+            )  # fmt: skip
         self._calls[0] += 1
         told = exchange.alike(messages(header, outgoing.counts, device=device)).cpu()
-        check_refusals(told, this=exchange.rank)
-        check_alike([Header.of(numbers) for numbers in told[:, 2:TOLD_AT].tolist()])
+        check_told(told, this=exchange.rank)
         counts_WG = torch.cat([told[:, TOLD_AT:], *self._rest(outgoing, device)], dim=1)[:, : len(self.experts) * slots]
-        return _Call(exchange, outgoing, Incoming.of(counts_WG, self.experts, device=device), like=x_ND)
+        return _Call(exchange, header, outgoing, Incoming.of(counts_WG, self.experts, device=device), device)
 
     def _rest(self, outgoing: Outgoing, device: torch.device) -> list[Tensor]:
         """The counts that a message has no room for, by rank: of many experts, or slots."""
@@ -116,9 +122,13 @@ class ParallelLayer(ParallelRows):
         try:
             yield
         except BaseException as error:
-            with suppress(ParamStoreError):
-                self._exchange.alike(refusal(error, device=device).repeat(self._exchange.world_size, 1))
+            self._calls[0] += 1
+            _tell(self._exchange, error, device)
             raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
+        """Returns itself: a copy of a module shares the exchange."""
+        return self
 
     @staticmethod
     def _computed(call: _Call, local: Local, x_MD: Tensor, anchor: Anchor) -> Tensor:
@@ -126,10 +136,11 @@ class ParallelLayer(ParallelRows):
             return x_MD
         with call.guard():
             y_MD = local(call.incoming.blocks, x_MD, anchor, call.guard)
-            if y_MD.shape != x_MD.shape or y_MD.dtype not in DTYPES:
+            is_held = y_MD.dtype in DTYPES and torch.promote_types(y_MD.dtype, x_MD.dtype) == x_MD.dtype
+            if y_MD.shape != x_MD.shape or not is_held:
                 raise ConfigError(
-                    f"expert-parallel experts gave rows {list(y_MD.shape)} of {y_MD.dtype} for rows {list(x_MD.shape)}: give as "
-                    "many, of the same width and a floating dtype"
+                    f"expert-parallel experts gave rows {list(y_MD.shape)} of {y_MD.dtype} for rows {list(x_MD.shape)} of "
+                    f"{x_MD.dtype}: give as many, of the same width, and of no longer dtype"
                 )
             call.computed = y_MD.dtype
             return y_MD.to(x_MD.dtype)
@@ -138,12 +149,13 @@ class ParallelLayer(ParallelRows):
 class _Call:
     """One call of a layer: how its rows travel, either way."""
 
-    def __init__(self, exchange: Exchange, outgoing: Outgoing, incoming: Incoming, *, like: Tensor) -> None:
+    def __init__(
+        self, exchange: Exchange, header: Header, outgoing: Outgoing, incoming: Incoming, device: torch.device
+    ) -> None:  # fmt: skip
         self._exchange = exchange
+        self._header = header
         self._outgoing = outgoing
-        self._width, self._dtype, self._device = like.shape[1], like.dtype, like.device
-        self._behind = -(-STATUS_BYTES // max(1, self._width * like.itemsize))
-        """Rows behind those of a rank that hold its status."""
+        self._device = device
         self.incoming = incoming
         self.computed: torch.dtype | None = None
         """Of what this rank's experts gave; None where they had no rows."""
@@ -157,34 +169,21 @@ class _Call:
         arrived = self._exchange.rows(sent, to_each=self._outgoing.by_rank, from_each=self.incoming.by_rank)
         return arrived.index_select(0, self.incoming.order_M)
 
-    def back(self, rows_MD: Tensor | None) -> Tensor:
-        """Rows of this rank's experts, or their gradients, back to the ranks of their tokens, in the order that those have. None:
-        this rank has failed. Raises the error of another that has."""
-        to_each = [count + self._behind for count in self.incoming.by_rank]
-        from_each = [count + self._behind for count in self._outgoing.by_rank]
-        arrived = self._exchange.rows(self._sent_back(rows_MD, to_each), to_each=to_each, from_each=from_each)
-        parts = torch.split(arrived, [size for count in from_each for size in (count - self._behind, self._behind)])
-        fared = torch.stack([part.view(torch.uint8).view(-1)[:STATUS_BYTES] for part in parts[1::2]]).view(torch.int64)
-        told = fared.flatten().tolist()
-        if FAILED in told:
-            if rows_MD is not None:
-                self._raise_of(told.index(FAILED))
-            return arrived[:0]
-        known = {DTYPES[dtype] for dtype in told if dtype != UNKNOWN}
-        self._returned = known.pop() if len(known) == 1 else self._returned
-        rows_ND = torch.cat(parts[::2])
-        return rows_ND if self._outgoing.order_N is None else rows_ND.index_select(0, inverse(self._outgoing.order_N))
+    def back(self, rows_MD: Tensor) -> Tensor:
+        """Rows of this rank's experts, or their gradients, back to the ranks of their tokens, in the order that those have."""
+        sent = rows_MD.index_select(0, self.incoming.place_M)
+        arrived = self._exchange.rows(sent, to_each=self.incoming.by_rank, from_each=self._outgoing.by_rank)
+        return arrived if self._outgoing.order_N is None else arrived.index_select(0, inverse(self._outgoing.order_N))
 
-    def _sent_back(self, rows_MD: Tensor | None, to_each: Sequence[int]) -> Tensor:
-        status = FAILED if rows_MD is None else UNKNOWN if self.computed is None else DTYPES.index(self.computed)
-        end = torch.tensor([status], dtype=torch.int64).view(torch.uint8).to(self._device)
-        sent = torch.zeros(sum(to_each), self._width, dtype=self._dtype, device=self._device)
-        places = torch.split(self.incoming.place_M, self.incoming.by_rank)
-        for part, place in zip(torch.split(sent, list(to_each)), places, strict=True):
-            if rows_MD is not None:
-                torch.index_select(rows_MD.detach(), 0, place, out=part[: len(place)])
-            part[len(place) :].view(torch.uint8).view(-1)[:STATUS_BYTES] = end
-        return sent
+    def meet(self, phase: Phase) -> None:
+        """Sees to it that all ranks stand before the same exchange of rows. Raises StepMismatch, and the error of a rank that has
+        failed since the one before."""
+        none = [torch.empty(0, dtype=torch.int64)] * self._exchange.world_size
+        header = replace(self._header, phase=phase)
+        told = self._exchange.alike(messages(header, none, device=self._device, computed=self.computed)).cpu()
+        check_told(told, this=self._exchange.rank)
+        known = {DTYPES[dtype] for dtype in told[:, DTYPE_AT].tolist() if dtype != UNKNOWN}
+        self._returned = known.pop() if len(known) == 1 else None
 
     def returned(self, rows_ND: Tensor) -> Tensor:
         """The rows that came back in the dtype in which experts gave them."""
@@ -192,18 +191,18 @@ class _Call:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """What is raised within it, the other ranks learn in place of the rows that were to come back to them."""
+        """What is raised within it, the other ranks learn where they `meet` next."""
         try:
             yield
         except BaseException as error:
-            with suppress(ParamStoreError):  # the exchange's own: they learn it from that
-                self.back(None)
-                self._exchange.alike(refusal(error, device=self._device).repeat(self._exchange.world_size, 1))
+            _tell(self._exchange, error, self._device)
             raise
 
-    def _raise_of(self, rank: int) -> None:
-        empty = torch.zeros(self._exchange.world_size, NUMBERS, dtype=torch.int64, device=self._device)
-        raise refused(self._exchange.alike(empty).cpu()[rank], rank)
+
+def _tell(exchange: Exchange, error: BaseException, device: torch.device) -> None:
+    """Tells the other ranks, in place of a header, what this one raises."""
+    with suppress(ParamStoreError):  # the exchange's own: they learn it from that
+        exchange.alike(refusal(error, device=device).repeat(exchange.world_size, 1))
 
 
 class _There(torch.autograd.Function):
@@ -218,6 +217,7 @@ class _There(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MD: Tensor, _: Tensor) -> tuple[None, Tensor, Tensor | None]:
+        ctx.call.meet(Phase.RETURN_BACKWARD)
         grad_ND = ctx.call.back(grad_MD)
         return None, torch.zeros(()), grad_ND if ctx.wants_x else None
 
@@ -228,9 +228,12 @@ class _Back(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, leaf: Tensor, link: Tensor, y_MD: Tensor) -> Tensor:
         ctx.call = call
+        call.meet(Phase.RETURN)
         return call.back(y_MD)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        if torch.is_grad_enabled():  # on all ranks alike, before the local graph says so where there is one
+            raise ConfigError("create_graph=True: stored experts have no second derivatives; leave it out")
+        ctx.call.meet(Phase.BACKWARD)
         return None, torch.zeros(()), torch.zeros(()), ctx.call.there(grad_ND)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paramstore.core.placement import Placement
+from paramstore.errors import ConfigError
 from paramstore_client.nn.routing import Block
 
 
@@ -33,7 +34,9 @@ class Groups:
 
     @classmethod
     def of(cls, placement: Placement, *, slots: int) -> Groups:
-        """slots: groups of each expert."""
+        """slots: groups of each expert. Raises ConfigError where an expert has replicas, as a group is whole here."""
+        if any(len(ranks) > 1 for ranks in placement.ranks):
+            raise ConfigError("an expert with several ranks: rows are not routed to replicas yet")
         slot = torch.arange(slots)
         by_rank = tuple(
             (torch.tensor(placement.of_rank(rank), dtype=torch.int64)[:, None] * slots + slot).flatten()

@@ -1,6 +1,6 @@
 """A rank of a job whose experts are spread over its ranks, that goes wrong as it is told.
 
-`-m paramstore_testkit.training.parallel_rank ADDRESS FILE RANK WORLD_SIZE START FAULT VICTIM`: FILE is where the ranks meet, START
+`-m paramstore_testkit.training.parallel_rank ADDRESS PORT RANK WORLD_SIZE START FAULT VICTIM`: at PORT the ranks meet, START
 names the job's start, FAULT is one of FAULTS, at the second step of rank VICTIM. It writes one line of JSON: what it raised, after
 how many seconds, how many slots were leased then, and a digest of the experts.
 """
@@ -31,9 +31,9 @@ FAULTS = ("none", "kill in dispatch", "kill in backward", "kill before apply", "
 
 
 def main() -> None:
-    address, meeting, rank, world_size, start, fault, victim = sys.argv[1:]
+    address, port, rank, world_size, start, fault, victim = sys.argv[1:]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=int(world_size))
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(world_size))
     told: dict[str, Any] = {"rank": int(rank)}
     with ps.connect(address) as store:
         namespace = _opened(store, {"rank": int(rank), "world_size": int(world_size), "group": start})
@@ -51,7 +51,6 @@ def main() -> None:
             told["leased"] = store.stats()["namespaces"]["moe"]["leased_slots"]
     sys.stdout.write(json.dumps(told) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # gloo waits for ranks that are gone
 
 
 def _opened(store: ps.Store, group: dict[str, Any]) -> ps.Namespace:

@@ -7,11 +7,22 @@ import dataclasses
 import pytest
 import torch
 
-from paramstore.errors import CapacityError, StepFailed, StepMismatch
-from paramstore_client.moe.header import NUMBERS, TOLD_AT, Header, check_alike, check_refusals, messages, refusal
+from paramstore.errors import CapacityError, ParamStoreError, StepMismatch
+from paramstore_client.moe.header import (
+    DTYPE_AT,
+    NUMBERS,
+    TOLD_AT,
+    UNKNOWN,
+    Header,
+    Phase,
+    check_alike,
+    check_told,
+    messages,
+    refusal,
+)  # fmt: skip
 
 CPU = torch.device("cpu")
-HEADER = Header(7, 3, 20, 0, 64, 16, 2, 1, 12345, 1)
+HEADER = Header(Phase.FORWARD, 7, 3, 20, 0, 64, 16, 2, 1, 12345, 1)
 FIELDS = [field.name for field in dataclasses.fields(Header)]
 
 
@@ -20,10 +31,12 @@ def test_messages_hold_the_header_and_the_counts_for_each_rank() -> None:
     assert told.shape == (2, NUMBERS)
     assert [Header.of(numbers) for numbers in told[:, 2:TOLD_AT].tolist()] == [HEADER, HEADER]
     assert told[:, TOLD_AT : TOLD_AT + 3].tolist() == [[1, 2, 0], [3, 0, 0]]
+    assert told[:, DTYPE_AT].tolist() == [UNKNOWN, UNKNOWN]
+    assert messages(HEADER, [torch.tensor([])], device=CPU, computed=torch.bfloat16)[0, DTYPE_AT] == 1
 
 
 def test_a_header_leaves_room_for_its_fields() -> None:
-    assert 2 + len(FIELDS) <= TOLD_AT
+    assert 2 + len(FIELDS) <= DTYPE_AT < TOLD_AT
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -33,6 +46,12 @@ def test_ranks_that_differ_are_named_with_what_each_has(field: str) -> None:
         other = dataclasses.replace(HEADER, **{field: 3})
     with pytest.raises(StepMismatch, match=rf"differ in {field}: .* on ranks 0, 2; .* on rank 1\. No row was sent"):
         check_alike([HEADER, other, HEADER])
+
+
+def test_ranks_before_other_exchanges_are_named_with_these() -> None:
+    other = dataclasses.replace(HEADER, phase=Phase.RETURN_BACKWARD)
+    with pytest.raises(StepMismatch, match=r"differ in phase: forward on rank 0; return of backward on rank 1"):
+        check_alike([HEADER, other])
 
 
 def test_a_dtype_is_named_as_torch_names_it() -> None:
@@ -48,15 +67,14 @@ def test_equal_headers_pass() -> None:
     ("error", "learned"),
     [
         (CapacityError("of 7 slots"), (CapacityError, "rank 1: of 7 slots")),
-        (KeyError("w"), (StepFailed, "rank 1: 'w'")),
-        (KeyboardInterrupt(), (StepFailed, "KeyboardInterrupt: rank 1: ")),
+        (KeyError("w"), (ParamStoreError, "rank 1: KeyError: 'w'")),
+        (KeyboardInterrupt(), (ParamStoreError, "rank 1: KeyboardInterrupt: ")),
         (CapacityError("ü" * 5000), (CapacityError, "rank 1: ü")),
     ],
     ids=repr,
 )
 def test_what_a_rank_refuses_the_others_raise(error: BaseException, learned: tuple[type[Exception], str]) -> None:
     told = torch.stack([messages(HEADER, [torch.tensor([1])], device=CPU)[0], refusal(error, device=CPU)])
-    check_refusals(told, this=1)
     with pytest.raises(learned[0]) as raised:
-        check_refusals(told, this=0)
+        check_told(told, this=0)
     assert learned[1] in str(raised.value)

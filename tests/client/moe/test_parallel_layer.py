@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from paramstore.core.placement import Placement
-from paramstore.errors import CapacityError, ConfigError, StepFailed, StepMismatch
+from paramstore.errors import CapacityError, ConfigError, ParamStoreError, StepMismatch
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.moe.exchange import FlatExchange
-from paramstore_client.nn import StoredExperts
+from paramstore_client.nn import StoredExperts, swiglu
 from paramstore_testkit.training.parallel_job import Computed, Job, train
 from paramstore_testkit.training.thread_ranks import ThreadParallel, of_all, run_ranks
 
@@ -148,7 +149,7 @@ def test_only_rows_for_other_ranks_are_counted_as_sent() -> None:
     sent = of_all(run_ranks(2, rank))
     crossing = [int((ids[job.parts[0]] >= 2).sum()), int((ids[job.parts[1]] < 2).sum())]
     row_bytes = x[:1].nbytes
-    assert sum(sent) == (2 * sum(crossing) + 2) * row_bytes, "each there and back, and one row of status to each"
+    assert sum(sent) == 2 * sum(crossing) * row_bytes, "each there and back"
 
 
 # --- what goes wrong
@@ -200,6 +201,7 @@ def test_what_one_rank_cannot_do_all_raise_and_are_in_step_after_it(call: str) -
         ({"expert_ids": lambda ids: ids.float()}, "give integers"),
         ({"gate": lambda gates: gates[:-1]}, "twice"),
         ({"x": lambda x: x[None]}, "give .tokens, width."),
+        ({"x": lambda x: x.int()}, "expert-parallel rows of torch.int32"),
     ],
     ids=repr,
 )
@@ -210,8 +212,10 @@ def test_what_no_router_gives_is_refused_on_all_ranks(damage: dict[str, Any], sa
         given = dict(zip(("x", "expert_ids", "gate"), (drawn[job.parts[exchange.rank]] for drawn in job.draw()), strict=False))
         if exchange.rank == 2:
             given |= {name: change(given[name]) for name, change in damage.items()}
+        parallel = ThreadParallel(exchange)
         with pytest.raises(ConfigError, match=says):
-            StoredExperts(job.namespace(), 0, parallel=ThreadParallel(exchange))(*given.values())
+            StoredExperts(job.namespace(), 0, parallel=parallel)(*given.values())
+        Computed.of(job, job.namespace(), job.parts[exchange.rank], parallel)  # all are in step
 
     of_all(run_ranks(3, rank))
 
@@ -245,11 +249,91 @@ def test_a_rank_that_records_no_graph_among_others_that_do_is_named() -> None:
     of_all(run_ranks(2, rank))
 
 
+def test_backwards_in_another_order_are_refused_and_a_forward_beside_a_backward_too() -> None:
+    job = Job(tokens=(5, 4))
+
+    def forward(namespace: MemoryNamespace, exchange: FlatExchange, parallel: ThreadParallel) -> Tensor:
+        x, ids, gates, _ = (drawn[job.parts[exchange.rank]] for drawn in job.draw())
+        return StoredExperts(namespace, 0, parallel=parallel)(x.clone().requires_grad_(), ids, gates).sum()
+
+    def rank(exchange: FlatExchange) -> list[str]:
+        namespace, parallel, said = job.namespace(), ThreadParallel(exchange), []
+        first, second = (forward(namespace, exchange, parallel) for _ in range(2))
+        with pytest.raises(StepMismatch) as raised:
+            (first if exchange.rank == 0 else second).backward(retain_graph=True)
+        said.append(str(raised.value))
+        with pytest.raises(StepMismatch) as raised:
+            first.backward() if exchange.rank == 0 else forward(namespace, exchange, parallel)
+        return [*said, str(raised.value)]
+
+    for said in of_all(run_ranks(2, rank)):
+        assert "differ in call: 0 on rank 0; 1 on rank 1" in said[0]
+        assert "differ in phase: backward on rank 0; forward on rank 1" in said[1]
+
+
+def test_what_a_backward_raises_by_itself_the_others_notice_at_their_next_exchange() -> None:
+    """Nothing is sent that one rank expects to be something else: a process would be ended by it."""
+    job = Job(tokens=(5, 4, 6))
+
+    class Cursed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise MemoryError("of the kernel")
+
+    def rank(exchange: FlatExchange) -> str:
+        def expert(x: Tensor, weights: Any) -> Tensor:
+            return swiglu(Cursed.apply(x) if exchange.rank == 1 else x, weights)  # type: ignore[no-untyped-call]
+
+        with pytest.raises((ParamStoreError, MemoryError)) as raised:
+            Computed.of(job, job.namespace(), job.parts[exchange.rank], ThreadParallel(exchange), expert_fn=expert)
+        return str(raised.value)
+
+    said = of_all(run_ranks(3, rank))
+    assert said == ["rank 1: MemoryError: of the kernel", "of the kernel", "rank 1: MemoryError: of the kernel"]
+
+
+def test_a_second_derivative_is_refused_on_all_ranks() -> None:
+    job = Job(tokens=(5, 4))
+
+    def rank(exchange: FlatExchange) -> None:
+        x, ids, gates, _ = (drawn[job.parts[exchange.rank]] for drawn in job.draw())
+        y = StoredExperts(job.namespace(), 0, parallel=ThreadParallel(exchange))(x.clone().requires_grad_(), ids, gates)
+        with pytest.raises((ConfigError, RuntimeError), match="create_graph=True"):
+            y.sum().backward(create_graph=True)
+
+    of_all(run_ranks(2, rank))
+
+
+def test_rows_in_a_longer_dtype_than_the_tokens_are_refused() -> None:
+    job = Job(tokens=(5, 4), dtype=torch.bfloat16)
+
+    def rank(exchange: FlatExchange) -> None:
+        with pytest.raises(ConfigError, match="no longer dtype"):
+            Computed.of(
+                job, job.namespace(), job.parts[exchange.rank], ThreadParallel(exchange),
+                expert_fn=lambda x, weights: swiglu(x, weights).float(),
+            )  # fmt: skip
+
+    of_all(run_ranks(2, rank))
+
+
+def test_a_copy_of_the_module_shares_the_exchange() -> None:
+    def rank(exchange: FlatExchange) -> None:
+        layer = StoredExperts(Job().namespace(), 0, parallel=ThreadParallel(exchange))
+        assert copy.deepcopy(layer._parallel) is layer._parallel
+
+    of_all(run_ranks(2, rank))
+
+
 def test_experts_that_change_the_width_are_refused() -> None:
     job = Job(tokens=(5, 4))
 
     def rank(exchange: FlatExchange) -> str:
-        with pytest.raises((ConfigError, StepFailed)) as raised:
+        with pytest.raises(ConfigError) as raised:
             Computed.of(
                 job, job.namespace(), job.parts[exchange.rank], ThreadParallel(exchange), expert_fn=lambda x, weights: x[:, :3]
             )

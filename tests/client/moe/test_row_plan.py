@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paramstore.core.placement import Placement
+from paramstore.errors import ConfigError
 from paramstore_client.moe.row_plan import Groups, Incoming, Outgoing, inverse
 
 CPU = torch.device("cpu")
@@ -64,3 +66,8 @@ def test_rows_that_are_sent_in_their_own_order_have_none(job: tuple[Placement, i
 def test_the_inverse_of_an_order_leads_back() -> None:
     order = torch.tensor([2, 0, 1])
     assert torch.arange(3)[order][inverse(order)].tolist() == [0, 1, 2]
+
+
+def test_replicas_are_refused() -> None:
+    with pytest.raises(ConfigError, match="replicas yet"):
+        Groups.of(Placement(((0, 1), (1,)), 2), slots=1)
