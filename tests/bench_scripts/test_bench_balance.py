@@ -1,4 +1,4 @@
-"""bench/bench_balance.py: which batches a placement is chosen by, and what a row says."""
+"""bench/bench_balance.py: which batches a placement is chosen by, what a row says, and the figures that are kept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paramstore.bench.report.rows import decode
 from paramstore.core.balancing import ANTI_CORRELATION, AS_IT_IS, GREEDY, choose_placement
 from paramstore.core.placement import Placement
 from paramstore.core.trace import unpack_trace
@@ -49,3 +50,13 @@ def test_layers_of_a_trace_are_told_apart(script: Any) -> None:
     histories = list(script.histories(trace))
     assert len({repr(history) for history in histories}) == len(trace.header.layers)
     assert {len(history) for history in histories} == {trace.steps}
+
+
+def test_the_figures_that_are_kept_hold_and_are_those_of_the_page(script: Any) -> None:
+    report = decode(max((SCRIPTS / "results").glob("balance-*.json")).read_bytes())
+    assert sorted(row.case for row in report.rows) == sorted(file.stem for file in (SCRIPTS / "traces").glob("*.trace"))
+    assert all(row.holds for row in report.rows)
+    page = (SCRIPTS / "README.md").read_text()
+    for row in report.rows:
+        shares = (row.limit, row.parts["greedy"], row.parts["anti_correlation"], row.value, row.parts["least"])
+        assert f"| `{row.case}` | {row.note} | {' | '.join(f'{share:.3f}' for share in shares if share is not None)} |" in page
