@@ -75,7 +75,7 @@ class ParallelLayer(ParallelRows):
         call = self._agreed(x_ND, counts_G, top_k=top_k, records=records)
         try:
             ahead([block.expert for block in call.incoming.blocks])
-        except Exception:  # it fails nobody's work: the others have begun to send
+        except Exception:  # noqa: BLE001 - it fails nobody's work: the others have begun to send
             _log.exception("layer %d: experts could not be loaded ahead", self._layer)
         if not records:
             y_MD = self._computed(call, local, call.there(x_ND), None)
