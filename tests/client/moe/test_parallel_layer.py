@@ -203,7 +203,7 @@ def test_what_one_rank_cannot_do_all_raise_and_are_in_step_after_it(call: str) -
         ({"x": lambda x: x[None]}, "give .tokens, width."),
         ({"x": lambda x: x.int()}, "expert-parallel rows of torch.int32"),
     ],
-    ids=repr,
+    ids=["above", "below", "fractions", "gates of others", "one dimension more", "whole numbers"],
 )
 def test_what_no_router_gives_is_refused_on_all_ranks(damage: dict[str, Any], says: str) -> None:
     job = Job(tokens=(5, 4, 6))
