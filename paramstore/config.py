@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from paramstore.errors import ConfigError
+from paramstore.limits import HELD_STEPS, RETAINED_STEPS, STEPS_MAX
 from paramstore.sizes import BARE_BYTES_MIN, format_size, parse_size
 
 ENVIRONMENT_PREFIX = "PARAMSTORE_"
@@ -30,13 +31,6 @@ VOLUMES_SEPARATOR = re.compile(r"(?<!^pmem)(?<!:pmem):")
 """Separates paths as in PATH, except that the colon of `pmem:DIR` separates nothing."""
 SEGMENT_ALIGNMENT_BYTES = 2 << 20
 """Size of a huge page on x86-64, and on arm64 with 4 KiB pages. Memory is taken in multiples of it, so no budget may be smaller."""
-
-RETAINED_STEPS = 2
-"""Newest committed steps that stay readable, unless set otherwise; fewer would leave none while the next is published."""
-HELD_STEPS = 2
-"""Old steps that readers may keep alive beyond the retained ones, unless set otherwise."""
-STEPS_MAX = 16
-"""The most retained steps, and the most held steps: note slots on the volumes are few."""
 
 
 class Retention(msgspec.Struct, frozen=True):

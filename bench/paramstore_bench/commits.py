@@ -29,11 +29,11 @@ from paramstore.bench.plan import MIB, RecordSize
 from paramstore.bench.report.rows import SUBJECT, Row, Target, judged
 from paramstore.bench.service.daemon import Service, serving
 from paramstore.bench.service.experts import WAIT_S, adamw_schema, create_adamw_namespace, keys_of
-from paramstore.config import RETAINED_STEPS
 from paramstore.core.key import KeySpace
 from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.schema import PAGE_BYTES, Schema, round_up
 from paramstore.errors import StoreUnavailable
+from paramstore.limits import RETAINED_STEPS
 from paramstore.storage.catalog.base import Change, NamespaceRow, StepRow, VolumeRow
 from paramstore.storage.catalog.base import Row as CatalogRow
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog

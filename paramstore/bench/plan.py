@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from paramstore.config import HELD_STEPS, RETAINED_STEPS
+from paramstore.limits import HELD_STEPS, RETAINED_STEPS
 
 MIB = 1 << 20
 HIDDEN = 2048

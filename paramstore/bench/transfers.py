@@ -39,9 +39,9 @@ from paramstore.bench.service.experts import (
     param_values,
 )
 from paramstore.bench.service.footprint import budget_row, memory_row
-from paramstore.config import RETAINED_STEPS
 from paramstore.core.schema import CHUNK_BYTES, Schema
 from paramstore.errors import CorruptRecord
+from paramstore.limits import RETAINED_STEPS
 from paramstore_native import libpmem2
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import typer
 
 from paramstore.cli.exits import FAILED
 from paramstore.errors import ConfigError, SchemaMismatch
+from paramstore.limits import RETAINED_STEPS, STEPS_MAX
 from paramstore.sizes import format_size
 
 if TYPE_CHECKING:
@@ -30,8 +31,10 @@ def plan(
     gradient_dtype: str = typer.Option(None, "--gradient-dtype", help="Default --param-dtype."),
     volumes: int = typer.Option(1, "--volumes", min=1, help="How many volumes the daemon has."),
     host_budget: str = typer.Option(None, "--host-budget", help="Host memory of the daemon, as 64GiB; default as `serve`."),
-    retained_steps: int = typer.Option(None, "--retained-steps", help="Steps that stay; default as `serve`."),
-    held_steps: int = typer.Option(None, "--held-steps", help="Older steps for readers; default as `serve`."),
+    retained_steps: int = typer.Option(
+        None, "--retained-steps", min=RETAINED_STEPS, max=STEPS_MAX, help="Steps that stay; default as `serve`."
+    ),
+    held_steps: int = typer.Option(None, "--held-steps", min=0, max=STEPS_MAX, help="Older steps for readers; default as `serve`."),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON; sizes in bytes."),
 ) -> None:
     """Print bytes per parameter and per expert, and what volumes and host memory must hold. Exit code 1 if it is too small."""

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
-from paramstore.config import RETAINED_STEPS
 from paramstore.core.location import Extent
 from paramstore.errors import CorruptCatalog, CorruptRecord, VolumeError
+from paramstore.limits import RETAINED_STEPS
 from paramstore.storage.catalog.base import Contents, StepRow, VolumeRow
 from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.format.apply_log import unpack_log

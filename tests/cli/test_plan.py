@@ -109,8 +109,8 @@ def test_inference_needs_no_optimizer(paramstore: Run, capsys: pytest.CaptureFix
         (("--field", "w=4", "--state-dtype", "fp8"), "state_dtype=fp8"),
         (("--field", "w=4", "--host-budget", "1KiB"), "must be a size of at least 2 MiB"),
         (("--field", "w=4", "--host-budget", "much"), "host_budget"),
-        (("--field", "w=4", "--retained-steps", "0"), "retained_steps=0: must be an integer from 2 to 16"),
-        (("--field", "w=4", "--held-steps", "99"), "held_steps=99: must be an integer from 0 to 16"),
+        (("--field", "w=4", "--retained-steps", "0"), "Invalid value for '--retained-steps'"),
+        (("--field", "w=4", "--held-steps", "99"), "Invalid value for '--held-steps'"),
     ],
 )
 def test_wrong_words_are_refused_with_what_is_right(

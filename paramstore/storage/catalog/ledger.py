@@ -22,12 +22,12 @@ from dataclasses import replace
 from itertools import pairwise
 from operator import attrgetter
 
-from paramstore.config import RETAINED_STEPS
 from paramstore.core.apply_log import ApplyLog
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent, Located
 from paramstore.core.slices import slices
 from paramstore.errors import StepDropped, StepFailed, StepPrepared
+from paramstore.limits import RETAINED_STEPS
 from paramstore.storage.catalog.base import DRAFT_STEP, NamespaceContents, NamespaceRow, Row, StepRow
 from paramstore.storage.catalog.publication import Publication
 from paramstore.storage.catalog.roots import RootTable

@@ -11,12 +11,13 @@ import mmap
 from pathlib import Path
 from random import Random
 
-from paramstore.config import HELD_STEPS, RETAINED_STEPS, Config, PolicyConfig
+from paramstore.config import Config, PolicyConfig
 from paramstore.daemon.assembly import add_lanes, add_volume_lanes, connect
 from paramstore.daemon.service import Service
 from paramstore.daemon.volume_places import adopt_new_volumes
 from paramstore.engine.store import Store
 from paramstore.engine.transfers.runner import Runner
+from paramstore.limits import HELD_STEPS, RETAINED_STEPS
 from paramstore.storage.catalog.base import Catalog
 from paramstore.storage.volume.base import Volume
 from paramstore.testing.catalogs import MemoryCatalog

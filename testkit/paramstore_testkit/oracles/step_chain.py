@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from paramstore.config import RETAINED_STEPS
 from paramstore.core.key import ExpertKey
+from paramstore.limits import RETAINED_STEPS
 from paramstore_testkit.oracles.experts import Expert, State, Tensors
 
 Rule = Callable[[Expert, Tensors], Expert]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from paramstore.config import RETAINED_STEPS
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
+from paramstore.limits import RETAINED_STEPS
 from paramstore_testkit.oracles.experts import Tensors
 
 WEIGHTS = {

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from paramstore.config import HELD_STEPS, RETAINED_STEPS
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.engine.tables.copies import ParamCopy
 from paramstore.engine.tables.namespace import LeaseRequest, View
 from paramstore.errors import CapacityError, LeaseError, ParamStoreError, StepDropped, StepFailed, WriterFenced
+from paramstore.limits import HELD_STEPS, RETAINED_STEPS
 
 
 @dataclass(eq=False)

@@ -8,12 +8,12 @@ from typing import Literal
 
 import pytest
 
-from paramstore.config import HELD_STEPS, RETAINED_STEPS
 from paramstore.core.schema import Schema
 from paramstore.engine.capacity.entitlements import PIPELINE_RECORDS_MIN, entitled_bytes
 from paramstore.engine.capacity.volumes import RECORDED_BYTES
 from paramstore.engine.transfers.record_reads import VolumeTraffic
 from paramstore.errors import CapacityError, CatalogError, ParamStoreError
+from paramstore.limits import HELD_STEPS, RETAINED_STEPS
 from paramstore.storage.catalog.base import STEP_ROWS_BOUND, Change
 from paramstore.testing.catalogs import FaultyCatalog, MemoryCatalog
 from paramstore.testing.volumes import MemoryVolume

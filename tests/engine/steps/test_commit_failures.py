@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
-from paramstore.config import RETAINED_STEPS
 from paramstore.errors import CatalogError, ParamStoreError, StepDropped
+from paramstore.limits import RETAINED_STEPS
 from paramstore.storage.catalog.base import Catalog
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 from paramstore.testing.catalogs import FaultyCatalog

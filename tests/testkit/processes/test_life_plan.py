@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paramstore.config import RETAINED_STEPS
 from paramstore.core.schema import Schema
+from paramstore.limits import RETAINED_STEPS
 from paramstore_testkit.processes.life_plan import WEIGHTS, Operation, plan_life, values_of
 
 KEYS = [(0, 0), (0, 1), (1, 0)]

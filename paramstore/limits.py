@@ -1,0 +1,10 @@
+"""How many steps of a namespace stay, unless set otherwise, and at most: for settings, and for help that loads none."""
+
+from __future__ import annotations
+
+RETAINED_STEPS = 2
+"""Newest committed steps that stay readable, unless set otherwise; fewer would leave none while the next is published."""
+HELD_STEPS = 2
+"""Old steps that readers may keep alive beyond the retained ones, unless set otherwise."""
+STEPS_MAX = 16
+"""The most retained steps, and the most held steps: note slots on the volumes are few."""
