@@ -69,8 +69,8 @@ class ParallelLayer(ParallelRows):
     def run(
         self, x_ND: Tensor, counts_G: Tensor, *, top_k: int, local: Local, ahead: Callable[[list[int]], object], anchor: Anchor
     ) -> Tensor:
-        """As `ParallelRows.run`. Raises StepMismatch before a row is sent where ranks differ, the error of a rank that fails, and
-        RankLost."""
+        """Gives what `ParallelRows.run` says. Raises StepMismatch before a row is sent where ranks differ, the error of a rank
+        that fails, and RankLost."""
         records = torch.is_grad_enabled()
         call = self._agreed(x_ND, counts_G, top_k=top_k, records=records)
         try:

@@ -57,7 +57,7 @@ class Outgoing:
 
     @classmethod
     def of(cls, counts_G: Tensor, groups: Groups, *, device: torch.device) -> Outgoing:
-        """Of rows that are sorted by group. counts_G: rows of each group, on the host."""
+        """Plans the sending of rows that are sorted by group. counts_G: rows of each group, on the host."""
         counts = tuple(counts_G[of_rank] for of_rank in groups.by_rank)
         order = None if groups.place_G is None else groups.place_G.repeat_interleave(counts_G).argsort(stable=True).to(device)
         return cls(counts, [int(of_rank.sum()) for of_rank in counts], order)

@@ -93,7 +93,7 @@ def _at_exchange(number: int, what: signal.Signals) -> None:
 
 
 def _digest(namespace: ps.Namespace) -> str:
-    """Of every field of every record, moments too, as they are committed."""
+    """Gives one checksum of every field of every record, moments too, as they are committed."""
     records = [namespace.read(key) for key in namespace.space]
     return xxh3_64_hexdigest(b"".join(value.numpy().tobytes() for record in records for value in record.values()))
 

@@ -101,7 +101,7 @@ def described(tensor: CheckpointTensor) -> str:
 
 
 def named(tensors: Iterable[CheckpointTensor]) -> str:
-    """The same of several."""
+    """Where several tensors lie and what they are, for an error."""
     return " and ".join(map(described, tensors))
 
 

@@ -73,7 +73,7 @@ class Recipe:
         return {pattern: tensors[0].rows(expert, 1) for pattern, tensors in self.sources.items()}
 
     def whole(self, expert: int) -> tuple[CheckpointTensor, ...]:
-        """The same tensors as the checkpoint has them, the other experts' rows too."""
+        """The stored tensors of one expert as the checkpoint has them, the other experts' rows too."""
         return tuple(tensors[expert if self.is_per_expert else 0] for tensors in self.sources.values())
 
 
