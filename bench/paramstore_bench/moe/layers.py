@@ -68,9 +68,9 @@ class Ours(Layer):
     """The exchange and the order of sums that a model of `ps.hf` has, over a module of this rank's experts."""
 
     def __init__(self, sizes: Sizes, module: Any, exchange: Exchange) -> None:
-        rows = ParallelLayer(exchange, Placement.in_order(sizes.experts, RANKS), 0, step=lambda: 0, calls=[0])
-        resident = SimpleNamespace(experts=sizes.experts, lease_slots=0, prefetch=lambda keys: None)
-        self._kernel = ParallelKernel(rows, cast(ExpertSource, resident), 0, kernel=KERNEL)
+        resident = cast(ExpertSource, SimpleNamespace(lease_slots=0, prefetch=lambda keys: None))
+        rows = ParallelLayer(exchange, Placement.in_order(sizes.experts, RANKS), resident, 0, step=lambda: 0)
+        self._kernel = ParallelKernel(rows, experts=sizes.experts, kernel=KERNEL)
         self._module = module
         self._first = rows.experts[0]
 

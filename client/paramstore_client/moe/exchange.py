@@ -26,7 +26,12 @@ ROLL_S = 1.0
 
 
 class Exchange(Protocol):
-    """All-to-all exchanges among the ranks of a job, each called by all of them in one order."""
+    """All-to-all exchanges among the ranks of a job, each called by all of them in one order.
+
+    call_count: how many calls of layers have begun, or were refused, over it.
+    """
+
+    call_count: int
 
     @property
     def rank(self) -> int: ...
@@ -58,6 +63,7 @@ class FlatExchange(Exchange):
         self._timeout_s = timeout_s
         self._lost = lost
         self._broken: ParamStoreError | None = None
+        self.call_count = 0
         self.sent_bytes = 0
         """Bytes of rows that were sent to other ranks."""
 

@@ -42,7 +42,6 @@ class ExpertParallel:
         self._timeout_s = None if timeout_s is None else seconds("timeout_s", timeout_s)
         self._exchange: Exchange | None = None
         self._has_met = False
-        self._calls = [0]
 
     def layer(self, source: ExpertSource, layer: int) -> ParallelLayer | None:
         """What `layer` of `source` exchanges rows by; None where this rank is alone. Every rank calls it, for each layer, in one
@@ -60,7 +59,7 @@ class ExpertParallel:
                 "world_size=, as ps.training.launched() gives them"
             )
         placement = Placement.in_order(source.experts, size)
-        return ParallelLayer(self._exchange, placement, layer, step=partial(_step_of, handle), calls=self._calls)
+        return ParallelLayer(self._exchange, placement, source, layer, step=partial(_step_of, handle))
 
     def _met(self, handle: Any) -> Exchange | None:
         """The exchange of all ranks; None where this one is alone. Raises StepMismatch where not all of them come in time."""

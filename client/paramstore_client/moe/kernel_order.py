@@ -20,7 +20,6 @@ from torch import Tensor
 
 from paramstore_client.nn.parallel import Anchor, Guard, ParallelRows
 from paramstore_client.nn.routing import Block, Gather, check_routing
-from paramstore_client.source import ExpertSource, load_ahead
 
 
 class KernelRun(Protocol):
@@ -32,18 +31,16 @@ class KernelRun(Protocol):
 class ParallelKernel:
     """The kernel of one layer's experts module, spread over ranks."""
 
-    def __init__(self, rows: ParallelRows, source: ExpertSource, layer: int, *, kernel: str) -> None:
+    def __init__(self, rows: ParallelRows, *, experts: int, kernel: str) -> None:
         self._rows = rows
-        self._source = source
-        self._layer = layer
+        self._experts = experts
         self._kernel = kernel
 
     def run(self, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor, run: KernelRun, *, anchor: Anchor) -> Tensor:
         """y [T, H], as the module gives it. Raises what `ParallelRows.run` raises, ConfigError on what no router gives."""
-        experts = self._source.experts
         with self._rows.guard(hidden_TH.device):
-            check_routing(hidden_TH, ids_TK, gate_TK, experts=experts)
-            spread = Spread.of(ids_TK, experts=experts, kernel=self._kernel)
+            check_routing(hidden_TH, ids_TK, gate_TK, experts=self._experts)
+            spread = Spread.of(ids_TK, experts=self._experts, kernel=self._kernel)
 
         def local(blocks: tuple[Block, ...], x_MH: Tensor, anchor: Anchor, guard: Guard) -> Tensor:
             counts = torch.tensor([block.row_count for block in blocks])
@@ -52,13 +49,9 @@ class ParallelKernel:
             return run(x_MH, ids_M[:, None], gate_M[:, None], anchor=anchor, guard=guard)
 
         y_NH = self._rows.run(
-            spread.rows(hidden_TH, kernel=self._kernel), spread.counts_G, top_k=ids_TK.shape[1], local=local,
-            ahead=self._load_ahead, anchor=anchor,
-        )  # fmt: skip
+            spread.rows(hidden_TH, kernel=self._kernel), spread.counts_G, top_k=ids_TK.shape[1], local=local, anchor=anchor
+        )
         return spread.summed(y_NH, gate_TK, hidden_TH.dtype)
-
-    def _load_ahead(self, experts: list[int]) -> None:
-        load_ahead(self._source, [(self._layer, expert) for expert in experts[: max(1, self._source.lease_slots // 2)]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from paramstore_client.moe.header import (
 )  # fmt: skip
 from paramstore_client.moe.row_plan import Groups, Incoming, Outgoing, inverse
 from paramstore_client.nn.parallel import Anchor, Local, ParallelRows
+from paramstore_client.source import ExpertSource, load_ahead
 
 _log = logging.getLogger(__name__)
 
@@ -51,32 +52,27 @@ _log = logging.getLogger(__name__)
 class ParallelLayer(ParallelRows):
     """One layer of experts of which this rank computes some. Owner of what was agreed on for its calls.
 
-    step: tells which step's experts are seen. calls: counts the calls of all layers of the exchange; shared.
+    source: of its experts. step: tells which step's experts are seen.
     """
 
     def __init__(
-        self, exchange: Exchange, placement: Placement, layer: int, *, step: Callable[[], int], calls: list[int]
+        self, exchange: Exchange, placement: Placement, source: ExpertSource, layer: int, *, step: Callable[[], int]
     ) -> None:  # fmt: skip
         self._exchange = exchange
+        self._source = source
         self._placement = placement
         self._layer = layer
         self._step = step
-        self._calls = calls
         self._digest = placement.digest
         self._groups: dict[int, Groups] = {}
         self.experts = placement.of_rank(exchange.rank)
 
-    def run(
-        self, x_ND: Tensor, counts_G: Tensor, *, top_k: int, local: Local, ahead: Callable[[list[int]], object], anchor: Anchor
-    ) -> Tensor:
+    def run(self, x_ND: Tensor, counts_G: Tensor, *, top_k: int, local: Local, anchor: Anchor) -> Tensor:
         """Gives what `ParallelRows.run` says. Raises StepMismatch before a row is sent where ranks differ, the error of a rank
         that fails, and RankLost."""
         records = torch.is_grad_enabled()
         call = self._agreed(x_ND, counts_G, top_k=top_k, records=records)
-        try:
-            ahead([block.expert for block in call.incoming.blocks])
-        except Exception:  # noqa: BLE001 - it fails nobody's work: the others have begun to send
-            _log.exception("layer %d: experts could not be loaded ahead", self._layer)
+        self._load_ahead([block.expert for block in call.incoming.blocks])
         if not records:
             y_MD = self._computed(call, local, call.there(x_ND), None)
             call.meet(Phase.RETURN)
@@ -86,6 +82,13 @@ class ParallelLayer(ParallelRows):
         x_MD, link = _There.apply(call, leaf, x_ND)  # type: ignore[no-untyped-call]
         y_MD = self._computed(call, local, x_MD, None if anchor is None else lambda: given)
         return call.returned(_Back.apply(call, leaf, link, y_MD))  # type: ignore[no-untyped-call]
+
+    def _load_ahead(self, experts: list[int]) -> None:
+        """Asks for this rank's experts that have rows, while these are on their way; it fails nobody's work."""
+        try:
+            load_ahead(self._source, [(self._layer, expert) for expert in experts[: max(1, self._source.lease_slots // 2)]])
+        except Exception:  # noqa: BLE001 - whatever it is: the others have begun to send
+            _log.exception("layer %d: experts could not be loaded ahead", self._layer)
 
     def _agreed(self, x_ND: Tensor, counts_G: Tensor, *, top_k: int, records: bool) -> _Call:
         exchange, device = self._exchange, x_ND.device
@@ -97,10 +100,10 @@ class ParallelLayer(ParallelRows):
                 self._groups[slots] = Groups.of(self._placement, slots=slots)
             outgoing = Outgoing.of(counts_G, self._groups[slots], device=device)
             header = Header(
-                Phase.FORWARD, self._calls[0], self._layer, self._step(), DTYPES.index(x_ND.dtype), x_ND.shape[1],
+                Phase.FORWARD, exchange.call_count, self._layer, self._step(), DTYPES.index(x_ND.dtype), x_ND.shape[1],
                 self._placement.experts, top_k, slots, self._digest, int(records),
             )  # fmt: skip
-        self._calls[0] += 1
+        self._exchange.call_count += 1
         told = exchange.alike(messages(header, outgoing.counts, device=device)).cpu()
         check_told(told, this=exchange.rank)
         counts_WG = torch.cat([told[:, TOLD_AT:], *self._rest(outgoing, device)], dim=1)[:, : len(self.experts) * slots]
@@ -122,7 +125,7 @@ class ParallelLayer(ParallelRows):
         try:
             yield
         except BaseException as error:
-            self._calls[0] += 1
+            self._exchange.call_count += 1
             _tell(self._exchange, error, device)
             raise
 

@@ -34,13 +34,11 @@ class ParallelRows(Protocol):
         """A block before `run`, whose exception the other ranks raise too."""
         ...
 
-    def run(
-        self, x_ND: Tensor, counts_G: Tensor, *, top_k: int, local: Local, ahead: Callable[[list[int]], object], anchor: Anchor
-    ) -> Tensor:
+    def run(self, x_ND: Tensor, counts_G: Tensor, *, top_k: int, local: Local, anchor: Anchor) -> Tensor:
         """y [N, D], each row through its expert, wherever that is.
 
         x_ND: rows sorted by group, an expert's groups after the one's before. counts_G: how many rows each group has, on the host,
-        as many groups of each expert. ahead: called with this rank's experts that have rows, before these are sent.
+        as many groups of each expert. This rank's experts that have rows are asked for before these are sent.
         """
         ...
 

@@ -24,7 +24,7 @@ from paramstore_client.nn.parallel import Anchor, Guard, Parallel, ParallelRows
 from paramstore_client.nn.routing import Block, ExpertFn, apply_experts, check_routing, swiglu
 from paramstore_client.nn.schedule import ExpertSchedule
 from paramstore_client.nn.streaming import LayerCall, split_parts
-from paramstore_client.source import ExpertSource, load_ahead
+from paramstore_client.source import ExpertSource
 
 
 class StoredExperts(nn.Module):
@@ -105,13 +105,10 @@ class StoredExperts(nn.Module):
             counts_E = torch.zeros(experts, dtype=torch.int64)
             counts_E[[block.expert for block in blocks]] = torch.tensor([block.row_count for block in blocks], dtype=torch.int64)
             return parallel.run(
-                x_ND, counts_E, top_k=expert_ids_TK.shape[1], local=self._run_blocks, ahead=self._load_ahead, anchor=self.anchor
+                x_ND, counts_E, top_k=expert_ids_TK.shape[1], local=self._run_blocks, anchor=self.anchor
             )
 
         return apply_experts(run_blocks, x_TD, expert_ids_TK, gate_TK, takes_none=True)
-
-    def _load_ahead(self, experts: list[int]) -> None:
-        load_ahead(self.namespace, [(self.layer, expert) for expert in experts[: max(1, self.namespace.lease_slots // 2)]])
 
     def _run_blocks(
         self, blocks: tuple[Block, ...], x_ND: Tensor, anchor: Anchor = None, guard: Guard = nullcontext

@@ -26,11 +26,10 @@ class ThreadParallel:
     def __init__(self, exchange: Exchange, placement: Placement | None = None) -> None:
         self.exchange = exchange
         self.placement = placement
-        self._calls = [0]
 
     def layer(self, source: Any, layer: int) -> ParallelLayer | None:
         placement = self.placement or Placement.in_order(source.experts, self.exchange.world_size)
-        return ParallelLayer(self.exchange, placement, layer, step=lambda: 0, calls=self._calls)
+        return ParallelLayer(self.exchange, placement, source, layer, step=lambda: 0)
 
 
 def run_ranks(

@@ -156,7 +156,7 @@ class LayerExperts(Unpicklable):
         self._fields = fields
         self._parallel: ParallelKernel | None = None
         if kernel is not None and model.parallel is not None and (rows := model.parallel.layer(model.source, layer)) is not None:
-            self._parallel = ParallelKernel(rows, model.source, layer, kernel=kernel.name)
+            self._parallel = ParallelKernel(rows, experts=model.source.experts, kernel=kernel.name)
         model.schedule.join(layer)
 
     @property
