@@ -104,6 +104,22 @@ def test_a_forward_without_a_graph_computes_the_same() -> None:
     assert torch.equal(torch.cat(of_all(run_ranks(len(job.tokens), rank))), forward(job.namespace()))
 
 
+@pytest.mark.parametrize("gates_of", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_under_autocast_compute_the_same(gates_of: torch.dtype) -> None:
+    job = Job()
+    x, ids, gates, _ = job.draw()
+    gates = gates.to(gates_of)
+
+    def forward(namespace: MemoryNamespace, tokens: slice = slice(None), parallel: ThreadParallel | None = None) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return StoredExperts(namespace, 0, parallel=parallel)(x[tokens], ids[tokens], gates[tokens]).detach()
+
+    def rank(exchange: FlatExchange) -> Tensor:
+        return forward(job.namespace(), job.parts[exchange.rank], ThreadParallel(exchange))
+
+    assert torch.equal(torch.cat(of_all(run_ranks(len(job.tokens), rank))), forward(job.namespace()))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoint_around_the_layer_repeats_its_exchanges(use_reentrant: bool) -> None:
     job = Job()
