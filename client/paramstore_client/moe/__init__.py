@@ -1,5 +1,6 @@
 """Expert-parallel layers over the store: the ranks of a job compute each their own experts, and tokens travel."""
 
 from paramstore_client.moe.expert_parallel import ExpertParallel
+from paramstore_client.moe.pipeline_plan import Pipeline
 
-__all__ = ["ExpertParallel"]
+__all__ = ["ExpertParallel", "Pipeline"]
