@@ -79,8 +79,10 @@ class Incoming:
         groups = torch.arange(counts_WG.shape[1]).repeat(len(counts_WG)).repeat_interleave(counts_WG.flatten())
         order = groups.argsort(stable=True)
         slots = counts_WG.shape[1] // max(1, len(experts))
-        rows = counts_WG.sum(0).view(len(experts), slots).sum(1).tolist()
-        blocks = tuple(Block(expert, count) for expert, count in zip(experts, rows, strict=True) if count)
+        sources = counts_WG.view(len(counts_WG), len(experts), slots).sum(2).T.tolist()
+        blocks = tuple(
+            Block(expert, sum(of_rank), tuple(of_rank)) for expert, of_rank in zip(experts, sources, strict=True) if any(of_rank)
+        )
         return cls(counts_WG.sum(1).tolist(), order.to(device), inverse(order).to(device), blocks)
 
 
