@@ -1,5 +1,7 @@
 """Expert-parallel layers over the store: the ranks of a job compute each their own experts, and tokens travel."""
 
+from paramstore.core.placement import Placement
 from paramstore_client.moe.expert_parallel import ExpertParallel
+from paramstore_client.moe.tasks import TaskRows, split_tasks
 
-__all__ = ["ExpertParallel"]
+__all__ = ["ExpertParallel", "Placement", "TaskRows", "split_tasks"]

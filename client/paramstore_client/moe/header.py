@@ -28,12 +28,14 @@ UNKNOWN = len(DTYPES)
 
 
 class Phase(enum.IntEnum):
-    """What a header stands before: rows on their way to their experts, what these gave on its way back, and gradients of both."""
+    """What a header stands before: rows on their way to their experts, what these gave on its way back, and gradients of both; or
+    another placement of experts."""
 
     FORWARD = 0
     RETURN = 1
     BACKWARD = 2
     RETURN_BACKWARD = 3
+    PLACE = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ from paramstore_client.moe.header import (
     messages,
     refusal,
 )  # fmt: skip
+from paramstore_client.moe.history import TokenHistory
 from paramstore_client.moe.row_plan import Groups, Incoming, Outgoing, inverse
 from paramstore_client.nn.parallel import Anchor, Local, ParallelRows
 from paramstore_client.source import ExpertSource, load_ahead
@@ -50,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class ParallelLayer(ParallelRows):
-    """One layer of experts of which this rank computes some. Owner of what was agreed on for its calls.
+    """One layer of experts of which this rank computes some. Owner of its placement, and of what was agreed on for its calls.
 
     source: of its experts. step: tells which step's experts are seen.
     """
@@ -60,12 +62,31 @@ class ParallelLayer(ParallelRows):
     ) -> None:  # fmt: skip
         self._exchange = exchange
         self._source = source
-        self._placement = placement
         self._layer = layer
         self._step = step
-        self._digest = placement.digest
         self._groups: dict[int, Groups] = {}
-        self.experts = placement.of_rank(exchange.rank)
+        self._recorded: WeakSet[_Call] = WeakSet()
+        self.history = TokenHistory(placement.experts)
+        self.device = torch.device("cpu")
+        """Where its last tokens were."""
+        self.placement = placement
+
+    @property
+    def placement(self) -> Placement:
+        return self._placement
+
+    @placement.setter
+    def placement(self, placement: Placement) -> None:
+        """Lays the experts elsewhere, from the next call on; all ranks do so between the same two calls."""
+        self._placement = placement
+        self._digest = placement.digest
+        self._groups.clear()
+        self.experts = placement.of_rank(self._exchange.rank)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a graph of one of its calls lives whose backward was not run."""
+        return any(not call.is_done for call in self._recorded)
 
     def run(self, x_ND: Tensor, counts_G: Tensor, *, top_k: int, local: Local, anchor: Anchor) -> Tensor:
         """Gives what `ParallelRows.run` says. Raises StepMismatch before a row is sent where ranks differ, the error of a rank
@@ -77,6 +98,7 @@ class ParallelLayer(ParallelRows):
             y_MD = self._computed(call, local, call.there(x_ND), None)
             call.meet(Phase.RETURN)
             return call.returned(call.back(y_MD))
+        self._recorded.add(call)
         given = None if anchor is None else anchor()  # once a forward: a checkpoint that recomputes gives another leaf each time
         leaf = torch.zeros((), requires_grad=True) if given is None else given
         x_MD, link = _There.apply(call, leaf, x_ND)  # type: ignore[no-untyped-call]
@@ -92,6 +114,7 @@ class ParallelLayer(ParallelRows):
 
     def _agreed(self, x_ND: Tensor, counts_G: Tensor, *, top_k: int, records: bool) -> _Call:
         exchange, device = self._exchange, x_ND.device
+        self.device = device
         with self.guard(device):
             if x_ND.dtype not in DTYPES:
                 raise ConfigError(f"expert-parallel rows of {x_ND.dtype}: use one of {', '.join(map(str, DTYPES))}")
@@ -107,7 +130,9 @@ class ParallelLayer(ParallelRows):
         told = exchange.alike(messages(header, outgoing.counts, device=device)).cpu()
         check_told(told, this=exchange.rank)
         counts_WG = torch.cat([told[:, TOLD_AT:], *self._rest(outgoing, device)], dim=1)[:, : len(self.experts) * slots]
-        return _Call(exchange, header, outgoing, Incoming.of(counts_WG, self.experts, device=device), device)
+        incoming = Incoming.of(counts_WG, self.experts, device=device)
+        self.history.add(incoming.blocks)
+        return _Call(exchange, header, outgoing, incoming, device)
 
     def _rest(self, outgoing: Outgoing, device: torch.device) -> list[Tensor]:
         """The counts that a message has no room for, by rank: of many experts, or slots."""
@@ -126,7 +151,7 @@ class ParallelLayer(ParallelRows):
             yield
         except BaseException as error:
             self._exchange.call_count += 1
-            _tell(self._exchange, error, device)
+            tell(self._exchange, error, device)
             raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
@@ -162,6 +187,8 @@ class _Call:
         self.incoming = incoming
         self.computed: torch.dtype | None = None
         """Of what this rank's experts gave; None where they had no rows."""
+        self.is_done = False
+        """Whether its backward was run."""
         self._returned: torch.dtype | None = None
         """Of what the experts of this rank's tokens gave."""
 
@@ -198,11 +225,11 @@ class _Call:
         try:
             yield
         except BaseException as error:
-            _tell(self._exchange, error, self._device)
+            tell(self._exchange, error, self._device)
             raise
 
 
-def _tell(exchange: Exchange, error: BaseException, device: torch.device) -> None:
+def tell(exchange: Exchange, error: BaseException, device: torch.device) -> None:
     """Tells the other ranks, in place of a header, what this one raises."""
     with suppress(ParamStoreError):  # the exchange's own: they learn it from that
         exchange.alike(refusal(error, device=device).repeat(exchange.world_size, 1))
@@ -222,6 +249,7 @@ class _There(torch.autograd.Function):
     def backward(ctx: Any, grad_MD: Tensor, _: Tensor) -> tuple[None, Tensor, Tensor | None]:
         ctx.call.meet(Phase.RETURN_BACKWARD)
         grad_ND = ctx.call.back(grad_MD)
+        ctx.call.is_done = True
         return None, torch.zeros(()), grad_ND if ctx.wants_x else None
 
 

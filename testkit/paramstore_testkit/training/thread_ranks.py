@@ -21,15 +21,18 @@ GIVE_UP_S = 60.0
 
 
 class ThreadParallel:
-    """What `ExpertParallel` is to a model, of one rank among threads. placement: of every layer; None: in order."""
+    """What `ExpertParallel` is to a model, of one rank among threads. placement: of every layer; None: in order. Owner of the
+    layers that were made last."""
 
     def __init__(self, exchange: Exchange, placement: Placement | None = None) -> None:
         self.exchange = exchange
         self.placement = placement
+        self.layers: dict[int, ParallelLayer] = {}
 
     def layer(self, source: Any, layer: int) -> ParallelLayer | None:
         placement = self.placement or Placement.in_order(source.experts, self.exchange.world_size)
-        return ParallelLayer(self.exchange, placement, source, layer, step=lambda: 0)
+        made = self.layers[layer] = ParallelLayer(self.exchange, placement, source, layer, step=lambda: 0)
+        return made
 
 
 def run_ranks(
