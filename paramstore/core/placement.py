@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from paramstore.core.arguments import indices, listed, whole_number
+from paramstore.core.arguments import indices, instance, listed, whole_number
 from paramstore.core.key import EXPERTS_MAX
 from paramstore.errors import ConfigError
+
+RANKS = "the ranks of each expert, as ((0,), (1,), (0, 1))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,7 @@ class Placement:
     world_size: int
 
     def __post_init__(self) -> None:
-        given = listed("ranks", self.ranks, "the ranks of each expert, as ((0,), (1,), (0, 1))")
+        given = listed("ranks", instance("ranks", self.ranks, Sequence, RANKS), RANKS)
         ranks_of = tuple(indices(f"expert {expert} on ranks", ranks) for expert, ranks in enumerate(given))
         object.__setattr__(self, "ranks", ranks_of)  # plain numbers, as the digest is of their text
         object.__setattr__(self, "world_size", whole_number("world_size", self.world_size, least=1))
