@@ -2,6 +2,7 @@
 
 from paramstore.core.placement import Placement
 from paramstore_client.moe.expert_parallel import ExpertParallel
+from paramstore_client.moe.pipeline_plan import Pipeline
 from paramstore_client.moe.tasks import TaskRows, split_tasks
 
-__all__ = ["ExpertParallel", "Placement", "TaskRows", "split_tasks"]
+__all__ = ["ExpertParallel", "Pipeline", "Placement", "TaskRows", "split_tasks"]

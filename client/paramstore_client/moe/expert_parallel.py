@@ -9,12 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paramstore.core.arguments import seconds, whole_number, wrong
+from paramstore.core.arguments import instance, seconds, whole_number, wrong
 from paramstore.core.balancing import Choice
 from paramstore.core.placement import Placement
 from paramstore.errors import ConfigError, ParamStoreError, RankLost, StepMismatch
 from paramstore_client.moe.exchange import Exchange, FlatExchange
+from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.parallel_layer import ParallelLayer
+from paramstore_client.moe.pipeline_plan import Pipeline
 from paramstore_client.moe.placing import check_fits, place, rebalance
 from paramstore_client.source import ExpertSource
 
@@ -29,6 +31,7 @@ class ExpertParallel:
     placement: which ranks compute each expert: a `Placement` of all layers, or one for each layer by its index; of layers that it
     does not name, and for None, the experts lie in order: each rank has a run of consecutive ones.
     timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as long as the daemon waits.
+    pipeline: how a layer is split, so that exchanges stand beside computing, and what it keeps for backward; None: neither.
 
     Every rank calls the same layers in one order, with tokens or without, as many times forward and backward. One object serves
     one model: its layers share the exchange.
@@ -42,7 +45,8 @@ class ExpertParallel:
     """
 
     def __init__(
-        self, group: Any = None, *, placement: Placement | Mapping[int, Placement] | None = None, timeout_s: float | None = None
+        self, group: Any = None, *, placement: Placement | Mapping[int, Placement] | None = None, timeout_s: float | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:  # fmt: skip
         if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
             raise wrong("group", group, "a group of torch.distributed, as dist.new_group() gives it")
@@ -50,6 +54,8 @@ class ExpertParallel:
         self._timeout_s = None if timeout_s is None else seconds("timeout_s", timeout_s)
         self._placement = placement if placement is None else _checked(placement)
         self._layers: dict[int, ParallelLayer] = {}
+        self._pipeline = Pipeline() if pipeline is None else instance("pipeline", pipeline, Pipeline, "a ps.moe.Pipeline()")
+        self._arena = HostArena(self._pipeline.host_bytes)
         self._exchange: Exchange | None = None
         self._has_met = False
 
@@ -70,7 +76,9 @@ class ExpertParallel:
             )
         placed = self._placement_of(layer) or Placement.in_order(source.experts, size)
         check_fits(placed, layer, experts=source.experts, world_size=size)
-        made = self._layers[layer] = ParallelLayer(self._exchange, placed, source, layer, step=partial(_step_of, handle))
+        made = self._layers[layer] = ParallelLayer(
+            self._exchange, placed, source, layer, step=partial(_step_of, handle), pipeline=self._pipeline, arena=self._arena
+        )
         return made
 
     def _placement_of(self, layer: int) -> Placement | None:
@@ -106,18 +114,20 @@ class ExpertParallel:
         if not dist.is_available() or not dist.is_initialized():
             return None
         timeout_s = float(handle.wait_timeout_s) if self._timeout_s is None else self._timeout_s
+        limit = datetime.timedelta(seconds=timeout_s)
         try:
-            group = self._group or dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+            group = self._group or dist.new_group(timeout=limit)
+            if group.size() == 1:
+                return None
+            rows = dist.new_group(dist.get_process_group_ranks(group), timeout=limit, use_local_synchronization=True)
         except dist.DistError as error:
             raise StepMismatch(
                 f"expert_parallel: not all ranks came to make their group within {timeout_s:g} s, as each does that makes the "
                 f"model: {error}"
             ) from error
-        if group.size() == 1:
-            return None
         c10d = dist.distributed_c10d
         store = c10d.PrefixStore(f"paramstore/moe/{group.group_name}", c10d._get_default_store())
-        return FlatExchange(group, store, timeout_s=timeout_s, lost=partial(_loss_of, handle))
+        return FlatExchange(group, rows, store, timeout_s=timeout_s, lost=partial(_loss_of, handle))
 
 
 def _checked(placement: object) -> Placement | dict[int, Placement]:

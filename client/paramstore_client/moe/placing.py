@@ -6,16 +6,17 @@ Experts of one node are all in one namespace: nothing is copied, the next forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import torch
 from xxhash import xxh3_64_intdigest
 
 from paramstore.core.balancing import Choice, choose_placement
 from paramstore.core.placement import Placement
-from paramstore.errors import ConfigError, StepMismatch
+from paramstore.errors import ConfigError, ParamStoreError, StepMismatch
 from paramstore_client.moe.exchange import Exchange
-from paramstore_client.moe.header import Header, Phase, check_told, messages
-from paramstore_client.moe.parallel_layer import ParallelLayer, tell
+from paramstore_client.moe.header import Header, Phase, check_told, messages, refusal
+from paramstore_client.moe.parallel_layer import ParallelLayer
 
 Layers = Mapping[int, ParallelLayer]
 
@@ -78,9 +79,10 @@ def _meet(exchange: Exchange, layers: Layers, digest: Callable[[], int]) -> None
     device = next((known.device for known in layers.values()), torch.device("cpu"))
     none = [torch.empty(0, dtype=torch.int64)] * exchange.world_size
     try:
-        header = Header(Phase.PLACE, exchange.call_count, 0, 0, 0, 0, 0, 0, 0, digest(), 0)
+        header = Header(Phase.PLACE, exchange.call_count, 0, 0, 0, 0, 0, 0, 0, digest(), 0, 0, 0, 0)
     except BaseException as error:
-        tell(exchange, error, device)
+        with suppress(ParamStoreError):  # the exchange's own: they learn it from that
+            exchange.alike(refusal(error, phase=Phase.PLACE, device=device).repeat(exchange.world_size, 1))
         raise
     check_told(exchange.alike(messages(header, none, device=device)).cpu(), this=exchange.rank)
 
