@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from paramstore.core.arguments import indices, instance, listed, whole_number
+from paramstore.core.arguments import indices, listed, whole_number, wrong
 from paramstore.core.key import EXPERTS_MAX
 from paramstore.errors import ConfigError
 
@@ -27,7 +27,9 @@ class Placement:
     world_size: int
 
     def __post_init__(self) -> None:
-        given = listed("ranks", instance("ranks", self.ranks, Sequence, RANKS), RANKS)
+        if not isinstance(self.ranks, Sequence):
+            raise wrong("ranks", self.ranks, RANKS)
+        given = listed("ranks", self.ranks, RANKS)
         ranks_of = tuple(indices(f"expert {expert} on ranks", ranks) for expert, ranks in enumerate(given))
         object.__setattr__(self, "ranks", ranks_of)  # plain numbers, as the digest is of their text
         object.__setattr__(self, "world_size", whole_number("world_size", self.world_size, least=1))
