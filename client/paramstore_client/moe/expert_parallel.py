@@ -40,8 +40,8 @@ class ExpertParallel:
         model = ps.hf.from_pretrained(..., expert_parallel=ps.moe.ExpertParallel())
 
     What a layer gives, and the gradients, are bit for bit those of one rank with the tokens of all, one rank's after the other's,
-    wherever experts lie. A mean over ranks (`attach(reduce="mean")`) is not one over tokens where ranks have different numbers of
-    them, as with DDP.
+    wherever each expert lies; those of an expert with several ranks but for rounding. A mean over ranks
+    (`attach(reduce="mean")`) is not one over tokens where ranks have different numbers of them, as with DDP.
     """
 
     def __init__(

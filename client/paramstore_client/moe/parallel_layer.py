@@ -16,7 +16,7 @@ not padded, so that its sizes travel first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from paramstore_client.moe.history import TokenHistory
 from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.pipeline import PipelinedCall
 from paramstore_client.moe.pipeline_plan import Pipeline
+from paramstore_client.moe.replicas import Replicas
 from paramstore_client.moe.row_plan import Groups, Incoming, Outgoing, chunk_counts
 from paramstore_client.nn.parallel import Anchor, Local, ParallelRows
 from paramstore_client.nn.routing import Taken
@@ -85,6 +86,7 @@ class ParallelLayer(ParallelRows):
         """Lays the experts elsewhere, from the next call on; all ranks do so between the same two calls."""
         self._placement = placement
         self._digest = placement.digest
+        self._replicas = Replicas.of(placement)
         self._groups.clear()
 
     @property
@@ -136,32 +138,40 @@ class ParallelLayer(ParallelRows):
             if slots not in self._groups:
                 self._groups[slots] = Groups.of(self._placement, slots=slots, parts=pipeline.expert_parts)
             groups = self._groups[slots]
-            chunk_N, counts_CG = None, counts_G[None]
-            if pipeline.chunks > 1:
-                chunk_N, counts_CG = chunk_counts(counts_G, taken.token_N.cpu(), tokens=len(x_TD), chunks=pipeline.chunks)
-            outgoing = Outgoing.of(counts_CG, groups, chunk_N=chunk_N, device=device)
             header = Header(
                 Phase.FORWARD, exchange.call_count, self._layer, self._step(), DTYPES.index(x_TD.dtype), x_TD.shape[1],
                 self._placement.experts, top_k, slots, self._digest, int(records), *pipeline.numbers,
             )  # fmt: skip
         self._exchange.call_count += 1
-        told = exchange.alike(messages(header, outgoing.counts, device=device)).cpu()
-        check_told(told, this=exchange.rank)
-        numbers = len(outgoing.counts[exchange.rank])  # of this rank's groups: all tell it as many
-        counts_WG = torch.cat([told[:, TOLD_AT:], *self._rest(outgoing, device)], dim=1)[:, :numbers]
+        if self._replicas is not None:
+            counted_R = self._replicas.counted(counts_G)
+            counted_WR = self._told(replace(header, phase=Phase.REPLICAS), [counted_R] * exchange.world_size)
+            counts_G = self._replicas.split(counts_G, counted_WR, rank=exchange.rank)
+        chunk_N, counts_CG = None, counts_G[None]
+        if pipeline.chunks > 1:
+            chunk_N, counts_CG = chunk_counts(counts_G, taken.token_N.cpu(), tokens=len(x_TD), chunks=pipeline.chunks)
+        outgoing = Outgoing.of(counts_CG, groups, chunk_N=chunk_N, device=device)
+        counts_WG = self._told(header, outgoing.counts)
         incoming = Incoming.of_parts(counts_WG, groups, rank=exchange.rank, chunks=pipeline.chunks, device=device)
         self.history.add([block for part in incoming for block in part.blocks])
         return Call(exchange, header, outgoing, incoming, device)
 
-    def _rest(self, outgoing: Outgoing, device: torch.device) -> list[Tensor]:
+    def _told(self, header: Header, counts: Sequence[Tensor]) -> Tensor:
+        """[ranks, numbers], those that each rank tells this one behind its header, as many as this one tells itself. counts: for
+        each rank. Raises what `check_told` raises."""
+        told = self._exchange.alike(messages(header, counts, device=self.device)).cpu()
+        check_told(told, this=self._exchange.rank)
+        return torch.cat([told[:, TOLD_AT:], *self._rest(counts)], dim=1)[:, : len(counts[self._exchange.rank])]
+
+    def _rest(self, counts: Sequence[Tensor]) -> list[Tensor]:
         """The counts that a message has no room for, by rank: of many experts, slots or parts."""
         fit = NUMBERS - TOLD_AT
-        if (most := max(map(len, outgoing.counts))) <= fit:
+        if (most := max(map(len, counts))) <= fit:
             return []
-        more = torch.zeros(len(outgoing.counts), most - fit, dtype=torch.int64)
-        for message, counts in zip(more, outgoing.counts, strict=True):
-            message[: max(0, len(counts) - fit)] = counts[fit:]
-        return [self._exchange.alike(more.to(device)).cpu()]
+        more = torch.zeros(len(counts), most - fit, dtype=torch.int64)
+        for message, numbers in zip(more, counts, strict=True):
+            message[: max(0, len(numbers) - fit)] = numbers[fit:]
+        return [self._exchange.alike(more.to(self.device)).cpu()]
 
     @contextmanager
     def guard(self, device: torch.device) -> Iterator[None]:
