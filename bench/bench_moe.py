@@ -36,7 +36,7 @@ CAPACITY = Sizes(experts=16, width=256, inner=1024, tokens=512, top_k=2, skew=1.
 QUICK = Sizes(layers=2, experts=8, width=32, inner=32, tokens=64, top_k=2, skew=0.7, rounds=2, passes=1)
 QUICK_LAYER = Sizes(experts=8, width=32, inner=32, tokens=64, top_k=2, skew=1.2, rounds=2, passes=1)
 SLACK_BYTES = 256 * MIB
-ELASTIC = Sizes(experts=16, width=128, inner=256, tokens=256, top_k=2, skew=0.7, passes=1)
+ELASTIC = Sizes(experts=16, width=256, inner=256, tokens=256, top_k=2, skew=0.7, passes=2)
 SHARE = 0.8
 """The part of the cores that the ranks with a quota have together: the rest is left to the others of this machine."""
 PARTS = ("service", "peer", "capacity", "elastic")

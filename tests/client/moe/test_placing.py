@@ -12,6 +12,7 @@ from paramstore.core.balancing import AS_IT_IS, GREEDY, busiest_share
 from paramstore.core.placement import Placement
 from paramstore.errors import ConfigError, StepMismatch
 from paramstore_client.moe.exchange import FlatExchange
+from paramstore_client.moe.pipeline_plan import Pipeline
 from paramstore_client.moe.placing import place, rebalance
 from paramstore_client.nn import StoredExperts
 from paramstore_testkit.training.parallel_job import Job
@@ -26,9 +27,9 @@ RANKS = len(JOB.tokens)
 class Rank:
     """One rank's layer, and its tokens."""
 
-    def __init__(self, exchange: FlatExchange, job: Job = JOB) -> None:
+    def __init__(self, exchange: FlatExchange, job: Job = JOB, pipeline: Pipeline | None = None) -> None:
         self.exchange = exchange
-        self.parallel = ThreadParallel(exchange)
+        self.parallel = ThreadParallel(exchange, pipeline=pipeline)
         self.namespace = job.namespace()
         self.module = StoredExperts(self.namespace, 0, parallel=self.parallel)
         self.layers = self.parallel.layers
@@ -64,9 +65,10 @@ def test_with_another_placement_each_rank_computes_other_experts_and_what_comes_
         assert first.isdisjoint(second)
 
 
-def test_nothing_is_placed_while_one_rank_alone_awaits_a_backward() -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_nothing_is_placed_while_one_rank_alone_awaits_a_backward(parts: int) -> None:
     def rank(exchange: FlatExchange) -> str:
-        mine = Rank(exchange)
+        mine = Rank(exchange, pipeline=Pipeline(parts))
         y = mine.forward()
         if exchange.rank != 2:
             del y  # the graph is gone, and with it the backward
@@ -84,9 +86,10 @@ def test_nothing_is_placed_while_one_rank_alone_awaits_a_backward() -> None:
     assert said[0] == said[1] == said[3] == f"rank 2: {said[2]}"
 
 
-def test_a_step_is_over_after_its_backward_though_its_loss_is_kept() -> None:
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_is_over_after_its_backward_though_its_loss_is_kept(parts: int) -> None:
     def rank(exchange: FlatExchange) -> None:
-        mine = Rank(exchange)
+        mine = Rank(exchange, pipeline=Pipeline(parts))
         loss = mine.forward().sum()
         loss.backward()
         place(exchange, mine.layers, {0: _reversed(RANKS)})
