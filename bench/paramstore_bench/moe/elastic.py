@@ -24,7 +24,7 @@ from paramstore_bench.moe.found import Compared, check_equal
 from paramstore_bench.moe.layers import Layer, Ours, experts_of
 from paramstore_bench.moe.meeting import seconds_of
 from paramstore_bench.moe.sizes import RANKS, Batch, Sizes
-from paramstore_client.moe.tasks import TaskRows, split_tasks
+from paramstore_client.moe.balance.tasks import TaskRows, split_tasks
 from paramstore_testkit.nodes.quota import Quota
 
 BATCHES = (4, 2, 1, 1)

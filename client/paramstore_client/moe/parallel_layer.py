@@ -29,14 +29,14 @@ from torch.autograd.function import once_differentiable
 
 from paramstore.core.placement import Placement
 from paramstore.errors import ConfigError, ParamStoreError
+from paramstore_client.moe.balance.history import TokenHistory
+from paramstore_client.moe.balance.replicas import Replicas
 from paramstore_client.moe.call import Call, check_first_derivative
 from paramstore_client.moe.exchange import Exchange
 from paramstore_client.moe.header import DTYPES, NUMBERS, TOLD_AT, Header, Phase, check_told, messages, refusal
-from paramstore_client.moe.history import TokenHistory
 from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.pipeline import PipelinedCall
 from paramstore_client.moe.pipeline_plan import Pipeline
-from paramstore_client.moe.replicas import Replicas
 from paramstore_client.moe.row_plan import Groups, Incoming, Outgoing, chunk_counts
 from paramstore_client.nn.parallel import Anchor, Local, ParallelRows
 from paramstore_client.nn.routing import Taken

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramstore.errors import ConfigError
-from paramstore_client.moe.tasks import TaskRows, split_tasks
+from paramstore_client.moe.balance.tasks import TaskRows, split_tasks
 
 
 @given(batches=st.lists(st.integers(1, 40), max_size=6), world_size=st.integers(1, 7))

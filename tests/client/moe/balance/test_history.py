@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from paramstore_client.moe.balance.history import BATCHES, TokenHistory
 from paramstore_client.moe.exchange import FlatExchange
-from paramstore_client.moe.history import BATCHES, TokenHistory
 from paramstore_client.nn.routing import Block
 from paramstore_testkit.training.thread_ranks import of_all, run_ranks
 

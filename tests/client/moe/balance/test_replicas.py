@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramstore.core.placement import Placement
-from paramstore_client.moe.replicas import Replicas
+from paramstore_client.moe.balance.replicas import Replicas
 
 
 @st.composite
