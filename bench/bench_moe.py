@@ -1,6 +1,7 @@
 """Measures expert-parallel layers with four ranks of gloo on this machine, one thread each: a job that trains through one daemon,
-with expert parallelism beside without; one layer beside the all-to-all of transformers, and beside one of fixed capacity. A run
-ends where outputs or gradients differ by more than rounding, or other rows are sent than the routing says.
+with expert parallelism beside without; one layer beside the all-to-all of transformers, and beside one of fixed capacity; tasks of
+different size spread over ranks beside one on each, where control groups give each rank a share of a processor (root). A run ends
+where outputs or gradients differ by more than rounding, or other rows are sent than the routing says.
 
 Run it on an idle machine: `python bench/bench_moe.py [--quick] [--only PARTS] [--dir DIR] [--out FILE]`. The figures go to
 bench/results/moe-<date>.json.
@@ -9,6 +10,7 @@ bench/results/moe-<date>.json.
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -19,10 +21,11 @@ from paramstore.bench.report.rows import Row
 from paramstore.bench.service.daemon import serving
 from paramstore.errors import ConfigError
 from paramstore_bench.frame import Script
-from paramstore_bench.moe.rows import layer_row, service_rows
+from paramstore_bench.moe.rows import elastic_row, layer_row, service_rows
 from paramstore_bench.moe.service import schema_of
-from paramstore_bench.moe.sizes import Sizes
+from paramstore_bench.moe.sizes import RANKS, Sizes
 from paramstore_bench.moe.task import Part, Task, found_by_ranks
+from paramstore_testkit.nodes.quota import missing_reason, open_quotas
 
 SERVICE = Sizes(layers=2, experts=32, width=128, inner=256, tokens=256, top_k=4, skew=0.7)
 PEER = (
@@ -33,7 +36,10 @@ CAPACITY = Sizes(experts=16, width=256, inner=1024, tokens=512, top_k=2, skew=1.
 QUICK = Sizes(layers=2, experts=8, width=32, inner=32, tokens=64, top_k=2, skew=0.7, rounds=2, passes=1)
 QUICK_LAYER = Sizes(experts=8, width=32, inner=32, tokens=64, top_k=2, skew=1.2, rounds=2, passes=1)
 SLACK_BYTES = 256 * MIB
-PARTS = ("service", "peer", "capacity")
+ELASTIC = Sizes(experts=16, width=256, inner=256, tokens=256, top_k=2, skew=0.7, passes=2)
+SHARE = 0.8
+"""The part of the cores that the ranks with a quota have together: the rest is left to the others of this machine."""
+PARTS = ("service", "peer", "capacity", "elastic")
 PEER_MODULE = "transformers.distributed.expert_parallel"
 
 SCRIPT = Script("moe", __doc__, quick="small layers, two pairs: a check, not figures to quote")
@@ -48,6 +54,9 @@ def main() -> int:
     if "peer" in parts and (reason := missing_peer()):
         parts.remove("peer")
         left_out["peer"] = reason
+    if "elastic" in parts and (why := missing_reason()):
+        parts.remove("elastic")
+        left_out["elastic"] = f"no quotas: {why}"
     return SCRIPT.run(arguments, partial(measure, parts=parts, is_quick=arguments.quick), left_out=left_out)
 
 
@@ -72,6 +81,8 @@ def measure(bench: Bench, *, parts: list[str], is_quick: bool) -> Iterator[Row]:
         with bench.folder("ranks") as folder:
             for task, found in zip(tasks, found_by_ranks(tasks, folder), strict=True):
                 yield layer_row(task.part, task.sizes, found)
+    if "elastic" in parts:
+        yield measure_elastic(bench, QUICK_LAYER if is_quick else ELASTIC)
 
 
 def measure_service(bench: Bench, sizes: Sizes) -> Iterator[Row]:
@@ -81,6 +92,20 @@ def measure_service(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     with bench.folder("store") as store, bench.folder("ranks") as folder, serving(store, host_budget_bytes=budget_bytes) as service:
         (found,) = found_by_ranks([Task(Part.SERVICE, sizes, service.store.address)], folder)
         yield from service_rows(sizes, found)
+
+
+def measure_elastic(bench: Bench, sizes: Sizes) -> Row:
+    """Makes the row of several tasks. Its ranks have a quota each, and stay there until they end."""
+    bench.tell("tasks of different size")
+    with bench.folder("ranks") as folder, open_quotas(RANKS, share=SHARE * core_count() / RANKS) as quotas:
+        groups = tuple(str(quota.group) for quota in quotas)
+        (found,) = found_by_ranks([Task(Part.ELASTIC, sizes, quotas=groups)], folder)
+    return elastic_row(sizes, found)
+
+
+def core_count() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def layer_tasks(parts: list[str], *, is_quick: bool) -> list[Task]:

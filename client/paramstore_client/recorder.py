@@ -19,7 +19,7 @@ from paramstore_client.source import AheadTicket, ArrivingLease, ExpertSource, W
 LOG_BYTES_MAX = 1 << 30
 """Most memory of one recorder's events, by EVENT_BYTES and so on: a file of them can be read again."""
 EVENT_BYTES, EXPERT_BYTES = 150, 50
-"""What an event takes at most in memory, and each expert that it names, with its count."""
+"""What an event takes at most in memory, and each expert that it names, with its count, and as much for each rank's count."""
 
 COUNTS = "a number of tokens for each expert of the layer"
 
@@ -61,7 +61,8 @@ class TraceLog:
     def _add(self, events: Iterable[TraceEvent]) -> None:
         for event in events:
             self._events.append(event)
-            self._bytes += EVENT_BYTES + EXPERT_BYTES * len(event.experts) + self.experts // 8  # the bitmap in its file
+            counts = len(event.experts) * (1 + len(event.sources))
+            self._bytes += EVENT_BYTES + EXPERT_BYTES * counts + self.experts // 8  # the bitmap in its file
 
 
 class TraceRecorder(TraceLog):
@@ -110,15 +111,18 @@ class TraceRecorder(TraceLog):
         self._keep_mark(TraceEventKind.APPLY)
         return ticket
 
-    def end_step(self, tokens: Mapping[int, Sequence[int]] | None = None) -> None:
+    def end_step(self, tokens: Mapping[int, Sequence[int] | Sequence[Sequence[int]]] | None = None) -> None:
         """Marks the end of a training step, or of a token: traces are cut and counted there.
 
-        tokens: for each layer that acquired in this step, how many tokens went to each of its experts, 0 to TOKENS_MAX; the
-        step's acquires keep those of the experts that they name. Raises ConfigError on other counts, and then keeps nothing.
+        tokens: for each layer that acquired in this step, how many tokens went to each of its experts, 0 to TOKENS_MAX; or such a
+        list of each rank that they came from. The step's acquires keep those of the experts that they name. Raises ConfigError on
+        other counts, and then keeps nothing.
         """
         self._check_room()
         if tokens is not None:
-            self._events[self._step_start :] = [self._counted(event, tokens) for event in self._events[self._step_start :]]
+            counted = [self._counted(event, tokens) for event in self._events[self._step_start :]]
+            self._events[self._step_start :] = counted
+            self._bytes += EXPERT_BYTES * sum(len(event.experts) * len(event.sources) for event in counted)
         self._keep_mark(TraceEventKind.STEP)
         self._step_start = len(self._events)
 
@@ -130,15 +134,21 @@ class TraceRecorder(TraceLog):
         self._check_room()
         self._add(split_by_layer(kind, keys))
 
-    def _counted(self, event: TraceEvent, tokens: Mapping[int, Sequence[int]]) -> TraceEvent:
+    def _counted(self, event: TraceEvent, tokens: Mapping[int, Sequence[int] | Sequence[Sequence[int]]]) -> TraceEvent:
         if event.kind is not TraceEventKind.ACQUIRE:
             return event
         name = f"tokens[{event.layer}]"
-        given = tokens.get(event.layer) if isinstance(tokens, Mapping) else None
+        given = listed(name, tokens.get(event.layer) if isinstance(tokens, Mapping) else None, COUNTS)
+        is_by_source = bool(given) and all(isinstance(row, list | tuple) for row in given)
+        rows = [self._row(name, row, event.experts) for row in (given if is_by_source else [given])]
+        return event._replace(tokens=tuple(map(sum, zip(*rows, strict=True))), sources=tuple(rows) if is_by_source else ())
+
+    def _row(self, name: str, given: Any, experts: Iterable[int]) -> tuple[int, ...]:
+        """The counts of `experts` among those of all."""
         counts = [whole_number(name, count, most=TOKENS_MAX) for count in listed(name, given, COUNTS)]
         if len(counts) != self.experts:
             raise wrong(name, given, COUNTS)
-        return event._replace(tokens=tuple(counts[expert] for expert in event.experts))
+        return tuple(counts[expert] for expert in experts)
 
     def _check_room(self) -> None:
         if self.is_full:

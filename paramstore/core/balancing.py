@@ -152,7 +152,7 @@ def plan_tasks(batches: Sequence[int], world_size: int) -> list[dict[int, int]]:
     left = list(batches)
     waiting = sorted(range(len(batches)), key=lambda task: -batches[task])
     cut: int | None = None
-    for rank in range(world_size):
+    for rank in range(min(world_size, sum(batches))):  # the others have none
         free = room
         while free and waiting:
             fits = (task for task in waiting if left[task] <= free or free == room)  # an empty rank takes the heaviest

@@ -27,7 +27,7 @@ from paramstore.demo.run import NAMESPACE, StoredRun
 from paramstore.demo.service import DemoDaemon
 from paramstore.demo.settings import DemoSettings
 from paramstore.demo.trace import StepTrace, equal_losses
-from paramstore.demo.traffic import Memory, Placement, Traffic, resident_param_bytes
+from paramstore.demo.traffic import ExpertTiers, Memory, Traffic, resident_param_bytes
 from paramstore.demo.training import ResidentPlace, Trainer, repeatable
 from paramstore.errors import ConfigError, StoreLocked
 from paramstore.sizes import format_size
@@ -115,7 +115,7 @@ class SecondPass:
     traces: list[StepTrace]
     at_kill: Digests
     valid_loss: float
-    placement: Placement
+    placement: ExpertTiers
     routed_tokens: tuple[tuple[int, ...], ...]
 
 
@@ -212,7 +212,7 @@ class Story:
         traces = self._train(run, store, last_step=settings.kill_step)
         digests = run.place.digests()
         traces += self._train(run, store, last_step=settings.steps)
-        placement = Placement.of(run.namespace.residency())
+        placement = ExpertTiers.of(run.namespace.residency())
         routed_tokens = tuple(tuple(row) for row in run.trainer.routed_tokens.tolist())
         shape = settings.shape
         batches = held_out_batches(corpus, count=VALIDATION_BATCHES, batch=settings.batch, context=shape.context)

@@ -16,7 +16,7 @@ from rich.table import Table
 from paramstore.demo.generation import Generation
 from paramstore.demo.settings import DemoSettings
 from paramstore.demo.trace import StepTrace, total_traffic
-from paramstore.demo.traffic import Placement, Traffic
+from paramstore.demo.traffic import ExpertTiers, Traffic
 from paramstore.sizes import format_size
 
 
@@ -40,7 +40,7 @@ class DemoReport:
     valid_loss: float
     host_budget_bytes: int
     host_peak_bytes: int
-    placement: Placement
+    placement: ExpertTiers
     routed_tokens: tuple[tuple[int, ...], ...]
     generation: Generation
     seconds: float

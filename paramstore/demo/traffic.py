@@ -104,14 +104,14 @@ TIERS = ("host: weights, optimizer", "host: weights", "host: optimizer", "NVMe o
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ExpertTiers:
     """Place of every expert, by layer, then expert. tiers: one of TIERS. heat: how much the policy has seen it used of late."""
 
     tiers: tuple[tuple[str, ...], ...]
     heat: tuple[tuple[float, ...], ...]
 
     @classmethod
-    def of(cls, residency: Mapping[str, Any]) -> Placement:
+    def of(cls, residency: Mapping[str, Any]) -> ExpertTiers:
         """Reads what `namespace.residency()` returned."""
         experts = residency["experts"]
         layers = len(residency["layers"])

@@ -19,7 +19,7 @@ from paramstore.sizes import format_size, parse_size
 from paramstore.storage.mounts import free_bytes
 from paramstore_client.hf.import_checkpoint import packed_schema
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
-from paramstore_client.hf.loading.placement import packed_slots
+from paramstore_client.hf.loading.served_place import packed_slots
 from paramstore_client.hf.model.layout import ExpertLayout
 from paramstore_client.host_memory import available_bytes
 

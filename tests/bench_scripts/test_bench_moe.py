@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from paramstore_testkit.nodes.quota import missing_reason
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -36,17 +38,22 @@ def test_a_quick_run_writes_its_rows_and_leaves_nothing(tmp_path_factory: pytest
         ("layer", "transformers' all-to-all, bare", pytest.approx(0.9524, abs=1e-4)),
         ("layer", "transformers' all-to-all, as loaded", pytest.approx(0.9524, abs=1e-4)),
         ("layer", "fixed capacity, none dropped", 3.0),
+        *([] if missing_reason() else [("tasks spread over ranks", "one task on each rank", 1.12)]),
     ]
     assert [row["ratio"] for row in rows[:2]] == [0.25, 0.25], "each rank had all experts, and has a quarter of them"
-    for row in rows[4:]:
+    for row in rows[7:]:
+        assert row["parts"]["rows_of_the_first_rank"] == 64
+        assert row["parts"]["difference_gradients of the body"] <= 1e-5
+        assert row["parts"]["difference_gradients of experts"] <= 1e-5
+    for row in rows[4:7]:
         assert row["parts"]["difference_y"] <= 1e-5
         assert row["parts"]["sent_bytes"] > 0
-    assert rows[-1]["parts"]["fixed_bytes"] > rows[-1]["parts"]["sent_bytes"]
+    assert rows[6]["parts"]["fixed_bytes"] > rows[6]["parts"]["sent_bytes"]
     assert [path.name for path in directory.iterdir()] == ["moe.json"]
 
 
 def test_a_part_that_is_none_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "--only", "service,pear", "--out", str(tmp_path / "moe.json"))
     assert done.returncode != 0
-    assert "--only service,pear: write some of service, peer, capacity, with commas" in done.stderr
+    assert "--only service,pear: write some of service, peer, capacity, elastic, with commas" in done.stderr
     assert list(tmp_path.iterdir()) == []

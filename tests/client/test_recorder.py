@@ -56,8 +56,22 @@ def test_the_acquires_of_a_step_keep_the_tokens_of_their_experts() -> None:
     assert not any(event.tokens for event in events if event.kind is not A)
 
 
+def test_tokens_may_be_counted_by_the_rank_they_came_from() -> None:
+    recorder = TraceRecorder(MemoryNamespace.of_swiglu(layers=1, experts=4))
+    recorder.acquire([(0, 3), (0, 1)]).release()
+    full_at = recorder._bytes + recorder_module.EXPERT_BYTES * 2 * 2 + recorder_module.EVENT_BYTES
+    recorder.end_step({0: [[1, 2, 3, 4], [5, 6, 7, 8]]})
+    event, _ = recorder.trace("x", how="").events
+    assert (event.tokens, event.sources) == ((8, 12), ((2, 4), (6, 8)))
+    assert full_at <= recorder._bytes <= full_at + 1, "counts take memory"
+
+
 @pytest.mark.parametrize(
-    "tokens", [{}, {0: [1, 2, 3]}, {0: [1, 2, 3, -1]}, {0: [1, 2, 3, 1 << 32]}, {0: [1, 2, 3, 0.5]}, {0: 4}, {1: [1, 2, 3, 4]}, 7]
+    "tokens",
+    [
+        {}, {0: [1, 2, 3]}, {0: [1, 2, 3, -1]}, {0: [1, 2, 3, 1 << 32]}, {0: [1, 2, 3, 0.5]}, {0: 4}, {1: [1, 2, 3, 4]}, 7,
+        {0: [[1, 2, 3, 4], [1, 2, 3]]}, {0: [[1, 2, 3, 4], 4]}, {0: [[1, 2, 3, "4"]]},
+    ],
 )
 def test_other_counts_are_refused_and_nothing_is_kept(tokens: Any) -> None:
     recorder = TraceRecorder(MemoryNamespace.of_swiglu(layers=2, experts=4))

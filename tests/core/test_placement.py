@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +30,33 @@ def test_an_expert_with_replicas_is_on_each_of_its_ranks() -> None:
 def test_ranks_that_are_none_of_the_job_are_refused(ranks: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="expert 1 on ranks"):
         Placement(((0,), ranks), 3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "name"),
+    [(7, 2, "ranks"), (((0,), 1), 2, "expert 1 on ranks"), (((0,), ("a",)), 2, "expert 1 on ranks"), (((0,),), 0, "world_size")],
+)
+def test_what_says_no_ranks_is_refused(ranks: Any, world_size: int, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}="):
+        Placement(ranks, world_size)
+
+
+def test_lists_are_taken_as_the_same_placement() -> None:
+    given: Any = [[0], [1, 2]]
+    assert Placement(given, 3) == Placement(((0,), (1, 2)), 3)
+    assert Placement(given, 3).digest == Placement(((0,), (1, 2)), 3).digest
+
+
+@pytest.mark.parametrize("rank", [-1, 2, None])
+def test_a_rank_that_is_none_has_no_experts_but_an_error(rank: Any) -> None:
+    with pytest.raises(ConfigError, match="rank="):
+        Placement.in_order(4, 2).of_rank(rank)
+
+
+@pytest.mark.parametrize(("experts", "world_size"), [(0, 2), (4, 0), (None, 2), (4, "2")])
+def test_what_is_no_number_of_experts_or_ranks_is_refused(experts: Any, world_size: Any) -> None:
+    with pytest.raises(ConfigError, match=r"experts=|world_size="):
+        Placement.in_order(experts, world_size)
 
 
 def test_digests_tell_placements_apart() -> None:

@@ -11,6 +11,7 @@ import pytest
 from paramstore.core.schema import Schema
 from paramstore.core.trace import (
     MAGIC,
+    MAGIC_BY_SOURCE,
     MAGIC_COUNTED,
     TOKENS_MAX,
     Trace,
@@ -68,6 +69,25 @@ def test_a_file_without_tokens_is_that_of_before() -> None:
     assert some_counted_trace().pack().startswith(MAGIC_COUNTED)
 
 
+def some_trace_by_source() -> Trace:
+    """Of the counted events every other one has tokens of three ranks."""
+    events = list(some_counted_trace().events)
+    for place in range(0, len(events), 4):
+        size = len(events[place].experts)
+        sources = (tuple(range(size)), (TOKENS_MAX,) * size, (0,) * size) if size else ()
+        events[place] = events[place]._replace(tokens=tuple(map(sum, zip(*sources, strict=True))), sources=sources)
+    return Trace(HEADER, tuple(events))
+
+
+def test_tokens_come_back_with_the_ranks_they_came_from() -> None:
+    trace = some_trace_by_source()
+    assert sum(len(event.sources) > 0 for event in trace.events) >= 2
+    assert any(event.tokens and not event.sources for event in trace.events)
+    packed = trace.pack()
+    assert packed.startswith(MAGIC_BY_SOURCE)
+    assert unpack_trace(packed) == trace
+
+
 def test_a_call_on_several_layers_becomes_an_event_for_each() -> None:
     assert split_by_layer(TraceEventKind.PREFETCH, [(5, 1), (2, 0), (5, 0)]) == [
         TraceEvent(TraceEventKind.PREFETCH, 5, (0, 1)), TraceEvent(TraceEventKind.PREFETCH, 2, (0,)),
@@ -90,7 +110,7 @@ def with_header(**changes: object) -> bytes:
         (b"", "this is no trace"),
         (some_trace().pack().replace(MAGIC, b"paramstore-trace 9"), "begins with b'paramstore-trace 9'"),
         (some_trace().pack().replace(MAGIC, b"paramstore-trace 9"), "a newer paramstore has written it"),
-        (b"a model\n{}\n", r"b'a model', not with .*2'$"),
+        (b"a model\n{}\n", r"b'a model', not with .*3'$"),
         (MAGIC, "this is no trace"),
         (some_trace().pack()[:-3], "cut off"),
         (with_body(b"\x01\x00\x00\x00"), "end within an event"),
@@ -100,6 +120,10 @@ def with_header(**changes: object) -> bytes:
         (with_body(b"\x81\x00\x00\x01\x00\x07\x00\x00\x00"), "129 is not a valid"),
         (with_body(b"\x81\x00\x00\x01\x00\x07\x00\x00", magic=MAGIC_COUNTED), "end within an event"),
         (with_body(b"\x09\x00\x00\x00\x00", magic=MAGIC_COUNTED), "9 is not a valid"),
+        (with_body(b"\x41\x00\x00\x01\x00\x01\x00\x07\x00\x00\x00", magic=MAGIC_COUNTED), "65 is not a valid"),
+        (with_body(b"\xc1\x00\x00\x01\x00\x01\x00\x07\x00\x00\x00", magic=MAGIC_BY_SOURCE), "193 is not a valid"),
+        (with_body(b"\x41\x00\x00\x01\x00\x02\x00\x07\x00\x00\x00", magic=MAGIC_BY_SOURCE), "end within an event"),
+        (with_body(b"\x41\x00\x00\x01\x00\x02", magic=MAGIC_BY_SOURCE), "end within an event"),
         (with_header(experts=0), "experts=0"),
         (with_header(colour="red"), "colour"),
     ],

@@ -15,7 +15,7 @@ from paramstore.demo.model import expert_fields, initial_expert
 from paramstore.demo.report import DemoReport
 from paramstore.demo.settings import DemoSettings, ModelShape, full, quick
 from paramstore.demo.trace import StepTrace
-from paramstore.demo.traffic import TIERS, Placement, Traffic
+from paramstore.demo.traffic import TIERS, ExpertTiers, Traffic
 from paramstore.demo.training import repeatable
 from paramstore.errors import StepOutOfOrder
 from paramstore.testing.memory_namespace import MemoryNamespace, MemoryTicket
@@ -100,7 +100,7 @@ def report() -> DemoReport:
         settings=full(), corpus_bytes=22_000_000, corpus_sha256="0" * 64, first=traces(1, 57, moved),
         resumed=traces(51, 60, moved), reference=traces(1, 10, Traffic()), losses_bitwise_equal=True, weights_bitwise_equal=True,
         resume_exact=True, valid_loss=2.0, host_budget_bytes=85_000_000, host_peak_bytes=84_000_000,
-        placement=Placement(
+        placement=ExpertTiers(
             tiers=tuple(tuple(TIERS[(row + column) % 4] for column in range(columns)) for row in range(rows)),
             heat=tuple(tuple(1.0 for _ in range(columns)) for _ in range(rows)),
         ),

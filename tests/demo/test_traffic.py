@@ -2,7 +2,7 @@
 
 import pytest
 
-from paramstore.demo.traffic import TIERS, Memory, Placement, Traffic, resident_param_bytes
+from paramstore.demo.traffic import TIERS, ExpertTiers, Memory, Traffic, resident_param_bytes
 
 STATS = {
     "tiers": {
@@ -53,11 +53,11 @@ def test_memory_and_residency_are_read():
     assert resident_param_bytes(STATS, "moe") == 3 * 4096
 
 
-def test_placement_names_where_each_expert_is():
+def test_tiers_name_where_each_expert_is():
     residency = {
         "layers": [0, 1], "experts": 2, "param": ["ready", "absent", "loading", "absent"],
         "optim": ["clean", "dirty", "absent", "absent"], "heat": [1.0, 2.0, 3.0, 4.0],
     }  # fmt: skip
-    placement = Placement.of(residency)
-    assert placement.tiers == ((TIERS[0], TIERS[2]), (TIERS[1], TIERS[3]))
-    assert placement.heat == ((1.0, 2.0), (3.0, 4.0))
+    placed = ExpertTiers.of(residency)
+    assert placed.tiers == ((TIERS[0], TIERS[2]), (TIERS[1], TIERS[3]))
+    assert placed.heat == ((1.0, 2.0), (3.0, 4.0))

@@ -21,7 +21,7 @@ from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.parallel_generate import NEW_TOKENS, prompt
-from paramstore_testkit.training.parallel_rank import FAULTS, LIMIT_S
+from paramstore_testkit.training.parallel_rank import FAULTS, LIMIT_S, PLACES
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +102,13 @@ def test_what_happens_to_one_rank_the_others_learn_and_the_job_goes_on_to_the_sa
         assert known["committed_step"] == 1
     again = run(daemon, "second")
     assert {told.get("digest") for told in again.values()} == {undisturbed}, again
+
+
+def test_experts_that_are_placed_anew_between_steps_end_as_those_that_stay(daemon: DaemonProcess, undisturbed: str) -> None:
+    said = run(daemon, "first", PLACES)
+    assert {told.get("digest") for told in said.values()} == {undisturbed}, said
+    (chosen,) = {json.dumps(told["chosen"]) for told in said.values()}
+    assert json.loads(chosen).keys() == {"0", "1"}
 
 
 def test_ranks_that_serve_one_model_generate_what_the_unmodified_one_does(tmp_path: Path) -> None:

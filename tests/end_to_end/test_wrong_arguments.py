@@ -191,8 +191,9 @@ class Scene:
             "momentum": 0.0, "dampening": 0.0, "nesterov": False, "lr_decay": 0.0, "initial_accumulator_value": 0.0, "slots": 2,
             "device": "cpu", "experts_ahead": 1, "clock": None, "policy": "lru", "layer": 0, "expert_fn": None,
             "min_lease_slots": 0, "expert_memory": None, "residency": "auto", "dense": None, "directory": None, "cache_shape": None,
-            "speculation": True, "parallel": None, "expert_parallel": None, "ExpertParallel.group": None,
-            "pipeline": None, "parts": 2, "split": "experts", "reuse": "S4", "Pipeline.host_bytes": 1 << 20,
+            "speculation": True, "parallel": None, "expert_parallel": None, "ExpertParallel.group": None, "placement": {},
+            "ranks": ((0,),), "batches": [4, 2], "pipeline": None, "parts": 2, "split": "experts", "reuse": "S4",
+            "Pipeline.host_bytes": 1 << 20,
             "max_lease_slots": None, "heat": None, "reads": "host", "device_report.namespace": self.ns,
             "param_schema.fields": {"w": ((2,), "float32")}, "Schema.param.fields": {"w": ((2,), "float32")},
             "Schema.check_options.options": ps.AdamW(), "RingMemory.layers": None, "RingMemory.experts": [1],
@@ -226,7 +227,7 @@ def settled(ticket: ps.Ticket[Any]) -> object:
 
 MADE_BY_US = {
     "Lease", "Namespace", "Store", "Ticket", "Experts", "ExpertSentinel", "Launch", "PrefetchPlan", "ExpertLayout", "ExpertTensor",
-    "Schema", "Followed", "Following", "SpeculationFigures", "Recording",
+    "Schema", "Followed", "Following", "SpeculationFigures", "Recording", "TaskRows",
 }  # fmt: skip
 """Classes whose values the client gives out: nobody calls them. (A schema is made by the schema functions.)"""
 FOR_US = {
@@ -249,6 +250,7 @@ SUBJECTS: dict[str, Callable[[Scene], Any]] = {
     "ps": lambda scene: ps, "hf": lambda scene: ps.hf, "moe": lambda scene: ps.moe, "nn": lambda scene: ps.nn,
     "training": lambda scene: ps.training, "Store": lambda scene: scene.store,
     "ExpertParallel": lambda scene: ps.moe.ExpertParallel(), "Pipeline": lambda scene: ps.moe.Pipeline(),
+    "Placement": lambda scene: ps.moe.Placement.in_order(1, 1),
     "Namespace": lambda scene: scene.ns, "Lease": lambda scene: scene.lease, "Ticket": lambda scene: scene.ns.prefetch([(0, 1)]),
     "Schema": lambda scene: scene.ns.schema, "ServeOptions": lambda scene: ps.ServeOptions(),
     "RingMemory": lambda scene: scene.ring(), "DeviceTier": lambda scene: scene.tier(),

@@ -20,7 +20,7 @@ from paramstore_bench.device.place import Place
 from paramstore_bench.device.plan import MIB, Plan, yes_or_no
 from paramstore_client.device.slots import DeviceSlots
 from paramstore_client.device.tier import DeviceTier
-from paramstore_client.hf.loading.placement import make_tier
+from paramstore_client.hf.loading.served_place import make_tier
 from paramstore_client.hf.model.binding import ATTRIBUTE, ModelExperts, bind
 from paramstore_client.hf.model.kernels import ExpertStack
 from paramstore_testkit.training.moe_families import EXPERTS, tiny_config

@@ -32,6 +32,7 @@ from paramstore_client.moe.exchange import Exchange
 from paramstore_client.moe.kernel_order import ParallelKernel
 from paramstore_client.moe.parallel_layer import ParallelLayer
 from paramstore_client.nn.parallel import Anchor, Guard
+from paramstore_client.nn.routing import Block
 from paramstore_client.source import ExpertSource
 
 KERNEL = "grouped_mm"
@@ -82,7 +83,9 @@ class Ours(Layer):
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, gates_TK: Tensor) -> Tensor:
         return self._kernel.run(x_TD, ids_TK, gates_TK, self._run, anchor=None)
 
-    def _run(self, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor, *, anchor: Anchor, guard: Guard | None) -> Tensor:
+    def _run(
+        self, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor, *, anchor: Anchor, guard: Guard, blocks: tuple[Block, ...]
+    ) -> Tensor:  # fmt: skip
         return cast(Tensor, self._module(hidden_TH, ids_TK - self._first, gate_TK))
 
 

@@ -21,6 +21,8 @@ LAYERS = {
     Part.CAPACITY: ("fixed capacity, none dropped", Target("ratio", ">=", 3.0)),
 }
 """What one layer stands beside, and how fast it is asked to be. The first is 1.05 times the other's time at most."""
+ELASTIC_TARGET = Target("ratio", ">=", 1.12)
+"""MoESys has 1.18 with one task on a node."""
 WITHOUT = "without expert parallelism"
 
 
@@ -54,12 +56,22 @@ def layer_row(part: Part, sizes: Sizes, found: Compared) -> Row:
     return _timed("layer", str(sizes), found.pairs, against=against, target=target, parts={**cpu, **_parts(found)})
 
 
+def elastic_row(sizes: Sizes, found: Compared) -> Row:
+    """Makes the row of several tasks on ranks of equal shares of a processor."""
+    case = f"tasks of 4 : 2 : 1 : 1, {sizes}"
+    return _timed(
+        "tasks spread over ranks", case, found.pairs, against="one task on each rank", target=ELASTIC_TARGET,
+        parts=_parts(found), unit="samples/s a rank",
+    )  # fmt: skip
+
+
 def _timed(
-    name: str, case: str, pairs: Pairs, *, against: str, target: Target, parts: dict[str, float] | None = None
-) -> Row:
+    name: str, case: str, pairs: Pairs, *, against: str, target: Target, parts: dict[str, float] | None = None,
+    unit: str = "tokens/s",
+) -> Row:  # fmt: skip
     return judged(
         Row(
-            name=name, case=case, subject=SUBJECT, value=pairs.rate, unit="tokens/s", against=against, limit=pairs.limit_rate,
+            name=name, case=case, subject=SUBJECT, value=pairs.rate, unit=unit, against=against, limit=pairs.limit_rate,
             ratio=pairs.ratio, ratio_min=pairs.ratio_min, ratio_max=pairs.ratio_max, target=target,
             parts={"ours_s": pairs.parts()["ours_s"], "limit_s": pairs.parts()["limit_s"], **(parts or {})},
         )

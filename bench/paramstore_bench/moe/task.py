@@ -25,14 +25,16 @@ class Part(StrEnum):
     BARE = "bare"
     LOADED = "loaded"
     CAPACITY = "capacity"
+    ELASTIC = "elastic"
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One comparison. address: of the daemon, where the part has one."""
+    """One comparison. address: of the daemon, where the part has one. quotas: groups that ranks enter, and do not leave."""
 
     part: Part
     sizes: Sizes
     address: str = ""
+    quotas: tuple[str, ...] = ()
 
 
 def found_by_ranks(tasks: Sequence[Task], folder: Path) -> list[Compared]:

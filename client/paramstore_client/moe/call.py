@@ -48,6 +48,8 @@ class Call:
         """By part."""
         self.computed: torch.dtype | None = None
         """Of what this rank's experts gave; None where they had no rows."""
+        self.is_done = False
+        """Whether its backward was run."""
         self._returned: torch.dtype | None = None
         """Of what the experts of this rank's tokens gave."""
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from paramstore.core.arguments import instance, seconds, wrong
+from paramstore.core.arguments import instance, seconds, whole_number, wrong
+from paramstore.core.balancing import Choice
 from paramstore.core.placement import Placement
 from paramstore.errors import ConfigError, ParamStoreError, RankLost, StepMismatch
 from paramstore_client.moe.exchange import Exchange, FlatExchange
 from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.parallel_layer import ParallelLayer
 from paramstore_client.moe.pipeline_plan import Pipeline
+from paramstore_client.moe.placing import check_fits, place, rebalance
 from paramstore_client.source import ExpertSource
 
 
@@ -25,6 +28,8 @@ class ExpertParallel:
 
     group: a group of torch.distributed whose ranks take part, used by nothing else; None: one of all ranks is made, by the first
     layer. In a process without torch.distributed, or alone in its group, it changes nothing.
+    placement: which ranks compute each expert: a `Placement` of all layers, or one for each layer by its index; of layers that it
+    does not name, and for None, the experts lie in order: each rank has a run of consecutive ones.
     timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as long as the daemon waits.
     pipeline: how a layer is split, so that exchanges stand beside computing, and what it keeps for backward; None: neither.
 
@@ -34,15 +39,21 @@ class ExpertParallel:
         experts = ps.nn.StoredExperts(namespace, layer, parallel=parallel)
         model = ps.hf.from_pretrained(..., expert_parallel=ps.moe.ExpertParallel())
 
-    What a layer gives, and the gradients, are bit for bit those of one rank with the tokens of all, one rank's after the other's.
-    A mean over ranks (`attach(reduce="mean")`) is not one over tokens where ranks have different numbers of them, as with DDP.
+    What a layer gives, and the gradients, are bit for bit those of one rank with the tokens of all, one rank's after the other's,
+    wherever each expert lies; those of an expert with several ranks but for rounding. A mean over ranks
+    (`attach(reduce="mean")`) is not one over tokens where ranks have different numbers of them, as with DDP.
     """
 
-    def __init__(self, group: Any = None, *, timeout_s: float | None = None, pipeline: Pipeline | None = None) -> None:
+    def __init__(
+        self, group: Any = None, *, placement: Placement | Mapping[int, Placement] | None = None, timeout_s: float | None = None,
+        pipeline: Pipeline | None = None,
+    ) -> None:  # fmt: skip
         if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
             raise wrong("group", group, "a group of torch.distributed, as dist.new_group() gives it")
         self._group = group
         self._timeout_s = None if timeout_s is None else seconds("timeout_s", timeout_s)
+        self._placement = placement if placement is None else _checked(placement)
+        self._layers: dict[int, ParallelLayer] = {}
         self._pipeline = Pipeline() if pipeline is None else instance("pipeline", pipeline, Pipeline, "a ps.moe.Pipeline()")
         self._arena = HostArena(self._pipeline.host_bytes)
         self._exchange: Exchange | None = None
@@ -63,10 +74,40 @@ class ExpertParallel:
                 f"expert_parallel: its group has {size} ranks, the namespace was opened for {ranks}: open it with rank= and "
                 "world_size=, as ps.training.launched() gives them"
             )
-        placement = Placement.in_order(source.experts, size)
-        return ParallelLayer(
-            self._exchange, placement, source, layer, step=partial(_step_of, handle), pipeline=self._pipeline, arena=self._arena
+        placed = self._placement_of(layer) or Placement.in_order(source.experts, size)
+        check_fits(placed, layer, experts=source.experts, world_size=size)
+        made = self._layers[layer] = ParallelLayer(
+            self._exchange, placed, source, layer, step=partial(_step_of, handle), pipeline=self._pipeline, arena=self._arena
         )
+        return made
+
+    def _placement_of(self, layer: int) -> Placement | None:
+        """Where the experts of a layer lie, if anybody has said so."""
+        if layer in self._layers:
+            return self._layers[layer].placement
+        return self._placement.get(layer) if isinstance(self._placement, dict) else self._placement
+
+    def place(self, placement: Placement | Mapping[int, Placement]) -> None:
+        """Places experts anew: each layer's lie as `placement` says from the next forward on, those of layers that it does not name
+        as they did. All ranks call it, between the same two steps; nothing is copied.
+
+        Raises on all ranks alike, and nothing has changed: StepMismatch where a forward awaits its backward, and where ranks name
+        different placements; ConfigError for one that does not fit. In a process that is alone it changes nothing.
+        """
+        checked = _checked(placement)
+        if self._exchange is not None:
+            each = dict.fromkeys(self._layers, checked) if isinstance(checked, Placement) else checked
+            place(self._exchange, self._layers, each)
+
+    def rebalance(self) -> dict[int, Choice]:
+        """Places experts so that tokens like those of late are spread evenly over ranks. For each layer a placement is chosen by
+        the tokens of all ranks in its last 64 forwards: it is fitted to the first half, and judged on the second beside the present
+        one, which stays where none is better.
+
+        Gives each layer's choice, the same on all ranks; none in a process that is alone. All ranks call it, as `place`, and it
+        raises what that raises.
+        """
+        return {} if self._exchange is None else rebalance(self._exchange, self._layers)
 
     def _met(self, handle: Any) -> Exchange | None:
         """The exchange of all ranks; None where this one is alone. Raises StepMismatch where not all of them come in time."""
@@ -87,6 +128,15 @@ class ExpertParallel:
         c10d = dist.distributed_c10d
         store = c10d.PrefixStore(f"paramstore/moe/{group.group_name}", c10d._get_default_store())
         return FlatExchange(group, rows, store, timeout_s=timeout_s, lost=partial(_loss_of, handle))
+
+
+def _checked(placement: object) -> Placement | dict[int, Placement]:
+    """The argument, its layers as plain numbers."""
+    if isinstance(placement, Placement):
+        return placement
+    if isinstance(placement, Mapping) and all(isinstance(each, Placement) for each in placement.values()):
+        return {whole_number("layer of placement", layer): each for layer, each in placement.items()}
+    raise wrong("placement", placement, "a ps.moe.Placement, or one for each layer by its index")
 
 
 def _writes(handle: Any) -> bool:

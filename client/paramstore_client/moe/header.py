@@ -30,12 +30,15 @@ UNKNOWN = len(DTYPES)
 
 
 class Phase(enum.IntEnum):
-    """What a header stands before: rows on their way to their experts, what these gave on its way back, and gradients of both."""
+    """What a header stands before: rows on their way to their experts, what these gave on its way back, and gradients of both; or
+    another placement of experts; or, before FORWARD, how many rows ranks have for experts with replicas."""
 
     FORWARD = 0
     RETURN = 1
     BACKWARD = 2
     RETURN_BACKWARD = 3
+    PLACE = 4
+    REPLICAS = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,11 @@ from paramstore_client.nn.routing import Block, Taken, check_routing
 
 
 class KernelRun(Protocol):
-    """Runs the kernel of the module that it is asked for on experts of this rank."""
+    """Runs the kernel of the module that it is asked for on experts of this rank. blocks: whose rows these are."""
 
-    def __call__(self, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor, *, anchor: Anchor, guard: Guard | None) -> Tensor: ...
+    def __call__(
+        self, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor, *, anchor: Anchor, guard: Guard, blocks: tuple[Block, ...]
+    ) -> Tensor: ...  # fmt: skip
 
 
 class ParallelKernel:
@@ -46,7 +48,7 @@ class ParallelKernel:
             counts = torch.tensor([block.row_count for block in blocks])
             ids_M = torch.tensor([block.expert for block in blocks]).repeat_interleave(counts).to(x_MH.device)
             gate_M = torch.ones(len(ids_M), dtype=gate_TK.dtype, device=x_MH.device)
-            return run(x_MH, ids_M[:, None], gate_M[:, None], anchor=anchor, guard=guard)
+            return run(x_MH, ids_M[:, None], gate_M[:, None], anchor=anchor, guard=guard, blocks=blocks)
 
         y_NH = self._rows.run(
             hidden_TH, spread.taken(kernel=self._kernel), spread.counts_G, top_k=ids_TK.shape[1], local=local, anchor=anchor

@@ -16,11 +16,12 @@ not padded, so that its sizes travel first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from torch.autograd.function import once_differentiable
 
 from paramstore.core.placement import Placement
 from paramstore.errors import ConfigError, ParamStoreError
+from paramstore_client.moe.balance.history import TokenHistory
+from paramstore_client.moe.balance.replicas import Replicas
 from paramstore_client.moe.call import Call, check_first_derivative
 from paramstore_client.moe.exchange import Exchange
 from paramstore_client.moe.header import DTYPES, NUMBERS, TOLD_AT, Header, Phase, check_told, messages, refusal
@@ -44,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class ParallelLayer(ParallelRows):
-    """One layer of experts of which this rank computes some. Owner of what was agreed on for its calls.
+    """One layer of experts of which this rank computes some. Owner of its placement, and of what was agreed on for its calls.
 
     source: of its experts. step: tells which step's experts are seen. arena: where activations wait that are copied to the host,
     shared by a model's layers.
@@ -63,13 +66,33 @@ class ParallelLayer(ParallelRows):
     ) -> None:
         self._exchange = exchange
         self._source = source
-        self._placement = placement
         self._layer = layer
         self._step = step
         self._pipeline = pipeline or Pipeline()
         self._arena = arena or HostArena(self._pipeline.host_bytes)
-        self._digest = placement.digest
         self._groups: dict[int, Groups] = {}
+        self._recorded: WeakSet[Call] = WeakSet()
+        self.history = TokenHistory(placement.experts)
+        self.device = torch.device("cpu")
+        """Where its last tokens were."""
+        self.placement = placement
+
+    @property
+    def placement(self) -> Placement:
+        return self._placement
+
+    @placement.setter
+    def placement(self, placement: Placement) -> None:
+        """Lays the experts elsewhere, from the next call on; all ranks do so between the same two calls."""
+        self._placement = placement
+        self._digest = placement.digest
+        self._replicas = Replicas.of(placement)
+        self._groups.clear()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a graph of one of its calls lives whose backward was not run."""
+        return any(not call.is_done for call in self._recorded)
 
     def run(self, x_TD: Tensor, taken: Taken, counts_G: Tensor, *, top_k: int, local: Local, anchor: Anchor) -> Tensor:
         """Gives what `ParallelRows.run` says. Raises StepMismatch before a row is sent where ranks differ, the error of a rank
@@ -78,6 +101,8 @@ class ParallelLayer(ParallelRows):
         if hooks_around() is not None:  # whoever put them says what is kept, and where
             pipeline = replace(pipeline, reuse="keep")
         call = self._agreed(x_TD, taken, counts_G, top_k=top_k, records=records, pipeline=pipeline)
+        if records:
+            self._recorded.add(call)
         self._load_ahead(call, 0)
         if not pipeline.is_plain:
             pipelined = PipelinedCall(call, taken, local, pipeline, arena=self._arena, load_ahead=partial(self._load_ahead, call))
@@ -105,6 +130,7 @@ class ParallelLayer(ParallelRows):
         self, x_TD: Tensor, taken: Taken, counts_G: Tensor, *, top_k: int, records: bool, pipeline: Pipeline
     ) -> Call:  # fmt: skip
         exchange, device = self._exchange, x_TD.device
+        self.device = device
         with self.guard(device):
             if x_TD.dtype not in DTYPES:
                 raise ConfigError(f"expert-parallel rows of {x_TD.dtype}: use one of {', '.join(map(str, DTYPES))}")
@@ -112,31 +138,40 @@ class ParallelLayer(ParallelRows):
             if slots not in self._groups:
                 self._groups[slots] = Groups.of(self._placement, slots=slots, parts=pipeline.expert_parts)
             groups = self._groups[slots]
-            chunk_N, counts_CG = None, counts_G[None]
-            if pipeline.chunks > 1:
-                chunk_N, counts_CG = chunk_counts(counts_G, taken.token_N.cpu(), tokens=len(x_TD), chunks=pipeline.chunks)
-            outgoing = Outgoing.of(counts_CG, groups, chunk_N=chunk_N, device=device)
             header = Header(
                 Phase.FORWARD, exchange.call_count, self._layer, self._step(), DTYPES.index(x_TD.dtype), x_TD.shape[1],
                 self._placement.experts, top_k, slots, self._digest, int(records), *pipeline.numbers,
             )  # fmt: skip
         self._exchange.call_count += 1
-        told = exchange.alike(messages(header, exchange.world_size, counts=outgoing.counts, device=device)).cpu()
-        check_told(told, this=exchange.rank)
-        numbers = len(outgoing.counts[exchange.rank])  # of this rank's groups: all tell it as many
-        counts_WG = torch.cat([told[:, TOLD_AT:], *self._rest(outgoing, device)], dim=1)[:, :numbers]
+        if self._replicas is not None:
+            counted_R = self._replicas.counted(counts_G)
+            counted_WR = self._told(replace(header, phase=Phase.REPLICAS), [counted_R] * exchange.world_size)
+            counts_G = self._replicas.split(counts_G, counted_WR, rank=exchange.rank)
+        chunk_N, counts_CG = None, counts_G[None]
+        if pipeline.chunks > 1:
+            chunk_N, counts_CG = chunk_counts(counts_G, taken.token_N.cpu(), tokens=len(x_TD), chunks=pipeline.chunks)
+        outgoing = Outgoing.of(counts_CG, groups, chunk_N=chunk_N, device=device)
+        counts_WG = self._told(header, outgoing.counts)
         incoming = Incoming.of_parts(counts_WG, groups, rank=exchange.rank, chunks=pipeline.chunks, device=device)
+        self.history.add([block for part in incoming for block in part.blocks])
         return Call(exchange, header, outgoing, incoming, device)
 
-    def _rest(self, outgoing: Outgoing, device: torch.device) -> list[Tensor]:
+    def _told(self, header: Header, counts: Sequence[Tensor]) -> Tensor:
+        """[ranks, numbers], those that each rank tells this one behind its header, as many as this one tells itself. counts: for
+        each rank. Raises what `check_told` raises."""
+        told = self._exchange.alike(messages(header, self._exchange.world_size, counts=counts, device=self.device)).cpu()
+        check_told(told, this=self._exchange.rank)
+        return torch.cat([told[:, TOLD_AT:], *self._rest(counts)], dim=1)[:, : len(counts[self._exchange.rank])]
+
+    def _rest(self, counts: Sequence[Tensor]) -> list[Tensor]:
         """The counts that a message has no room for, by rank: of many experts, slots or parts."""
         fit = NUMBERS - TOLD_AT
-        if (most := max(map(len, outgoing.counts))) <= fit:
+        if (most := max(map(len, counts))) <= fit:
             return []
-        more = torch.zeros(len(outgoing.counts), most - fit, dtype=torch.int64)
-        for message, counts in zip(more, outgoing.counts, strict=True):
-            message[: max(0, len(counts) - fit)] = counts[fit:]
-        return [self._exchange.alike(more.to(device)).cpu()]
+        more = torch.zeros(len(counts), most - fit, dtype=torch.int64)
+        for message, numbers in zip(more, counts, strict=True):
+            message[: max(0, len(numbers) - fit)] = numbers[fit:]
+        return [self._exchange.alike(more.to(self.device)).cpu()]
 
     @contextmanager
     def guard(self, device: torch.device) -> Iterator[None]:
@@ -174,6 +209,7 @@ class _There(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_MD: Tensor, _: Tensor) -> tuple[None, Tensor, Tensor | None]:
         grad_ND = ctx.call.back(Phase.RETURN_BACKWARD, grad_MD)
+        ctx.call.is_done = True
         return None, torch.zeros(()), grad_ND if ctx.wants_x else None
 
 

@@ -85,6 +85,7 @@ class PipelinedCall:
             )
 
         grad_TD = self._taken.summed(self._passed(Phase.RETURN_BACKWARD, start, compute))
+        self._call.is_done = True
         if not does_stay:
             self._graphs.clear()
         return grad_TD

@@ -13,20 +13,21 @@ tokens ask for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from paramstore.core.placement import Placement
-from paramstore.errors import ConfigError
 from paramstore_client.nn.routing import Block
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of a layer's rows, each of one expert and slot, as a placement spreads them over the ranks.
+    """The groups of a layer's rows, each of one expert and slot, as a placement spreads them over the ranks. One of an expert with
+    replicas counts once for each: groups are numbered by expert, slot and rank.
 
     by_part: for each part the groups of each rank, ascending. experts: for each part the experts of each rank. place_G: the place
     of each group among those of all parts and ranks; None where that is its number.
@@ -38,17 +39,23 @@ class Groups:
 
     @classmethod
     def of(cls, placement: Placement, *, slots: int, parts: int = 1) -> Groups:
-        """slots: groups of each expert. parts: those into which each rank's experts are split, as many or one more in each. Raises
-        ConfigError where an expert has replicas, as a group is whole here."""
-        if any(len(ranks) > 1 for ranks in placement.ranks):
-            raise ConfigError("an expert with several ranks: rows are not routed to replicas yet")
+        """slots: groups of each expert. parts: those into which each rank's experts are split, as many or one more in each."""
         of_ranks = [placement.of_rank(rank) for rank in range(placement.world_size)]
         experts = tuple(
             tuple(held[len(held) * part // parts : len(held) * (part + 1) // parts] for held in of_ranks) for part in range(parts)
         )
-        slot = torch.arange(slots)
+        begins = [0, *accumulate(slots * len(ranks) for ranks in placement.ranks)]
+
+        def numbers(expert: int, rank: int) -> Iterator[int]:
+            ranks = placement.ranks[expert]
+            return (begins[expert] + slot * len(ranks) + ranks.index(rank) for slot in range(slots))
+
         by_part = tuple(
-            tuple((torch.tensor(held, dtype=torch.int64)[:, None] * slots + slot).flatten() for held in part) for part in experts
+            tuple(
+                torch.tensor([number for expert in held for number in numbers(expert, rank)], dtype=torch.int64)
+                for rank, held in enumerate(part)
+            )
+            for part in experts
         )
         places = inverse(torch.cat([of_rank for part in by_part for of_rank in part]))
         return cls(by_part, experts, None if torch.equal(places, torch.arange(len(places))) else places)
@@ -106,8 +113,10 @@ class Incoming:
         groups = torch.arange(counts_WG.shape[1]).repeat(len(counts_WG)).repeat_interleave(counts_WG.flatten())
         order = groups.argsort(stable=True)
         slots = counts_WG.shape[1] // max(1, len(experts))
-        rows = counts_WG.sum(0).view(len(experts), slots).sum(1).tolist()
-        blocks = tuple(Block(expert, count) for expert, count in zip(experts, rows, strict=True) if count)
+        sources = counts_WG.view(len(counts_WG), len(experts), slots).sum(2).T.tolist()
+        blocks = tuple(
+            Block(expert, sum(of_rank), tuple(of_rank)) for expert, of_rank in zip(experts, sources, strict=True) if any(of_rank)
+        )
         return cls(counts_WG.sum(1).tolist(), order.to(device), inverse(order).to(device), blocks)
 
     @classmethod

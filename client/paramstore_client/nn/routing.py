@@ -38,10 +38,12 @@ def swiglu(x_tD: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The rows of one expert: `row_count` of them, next to those of the block before."""
+    """The rows of one expert: `row_count` of them, next to those of the block before. sources: how many came from each rank, where
+    they came from several."""
 
     expert: int
     row_count: int
+    sources: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

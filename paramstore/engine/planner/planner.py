@@ -25,7 +25,7 @@ from paramstore.engine.planner.cuts import CutPlanner
 from paramstore.engine.planner.leases import LeasePlanner
 from paramstore.engine.planner.loans import LoanPlanner
 from paramstore.engine.planner.param_copies import CopyPlanner
-from paramstore.engine.planner.placement import Placement
+from paramstore.engine.planner.speed_ranking import SpeedRanking
 from paramstore.engine.planner.views import ViewPlanner
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.planner.working_copies import WorkingPlanner
@@ -67,7 +67,7 @@ class Planner:
         self.outbox = Outbox()
         self.requests = WaitingRequests(self.outbox)
         self.copies = CopyPlanner(self.outbox, self.requests)
-        self.working = WorkingPlanner(space, self.outbox, self.requests, Placement(space, retention or Retention()))
+        self.working = WorkingPlanner(space, self.outbox, self.requests, SpeedRanking(space, retention or Retention()))
         self.leases = LeasePlanner(self.outbox, self.requests, self.copies, self.working)
         self.loans = LoanPlanner(self.outbox)
         self.views = ViewPlanner(
@@ -104,7 +104,7 @@ class Planner:
             return
         record_bytes, name = namespace.schema.record_bytes, namespace.name
         count = len(lacking) + _needs_pipeline(namespace)
-        wanted = self.working.placement.speed_classes(namespace, [working.key for working in lacking])
+        wanted = self.working.speed_ranking.speed_classes(namespace, [working.key for working in lacking])
         extents = self.space.reserve_many(count, record_bytes, owner=name, speed_classes=wanted)
         if extents is None:
             missing = self.space.missing_bytes(count, record_bytes, owner=name)
@@ -297,14 +297,14 @@ class Planner:
 
     def begin_initialization(self, namespace: NamespaceState, heat: GivenHeat) -> None:
         """Lets every key that has no value be given one. heat: how much the records are to be used; empty if nobody knows."""
-        self.working.placement.begin_initialization(namespace, heat)
+        self.working.speed_ranking.begin_initialization(namespace, heat)
         for working in namespace.residency.working.values():
             if working.identity is None:
                 working.target = Identity(namespace.epoch, 0)
         namespace.writing.is_initializing = True
 
     def end_initialization(self, namespace: NamespaceState) -> None:
-        self.working.placement.end_initialization(namespace)
+        self.working.speed_ranking.end_initialization(namespace)
         namespace.writing.is_initializing = False
 
     # --- eviction on request

@@ -16,7 +16,7 @@ from itertools import islice
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent, Identity, Located
 from paramstore.core.residency import MAY_MATERIALISE, Working, WorkingEvent, next_working
-from paramstore.engine.planner.placement import Placement
+from paramstore.engine.planner.speed_ranking import SpeedRanking
 from paramstore.engine.planner.waiting import WaitingRequests
 from paramstore.engine.tables.copies import NO_FAILURES, WorkingCopy, WriteFailures
 from paramstore.engine.tables.moves import Move, MoveKind, Outbox
@@ -33,9 +33,9 @@ WRITE_TRIES = 2
 class WorkingPlanner:
     """Decides about working copies; part of the planner, on the event-loop thread."""
 
-    def __init__(self, space: Space, outbox: Outbox, requests: WaitingRequests, placement: Placement) -> None:
+    def __init__(self, space: Space, outbox: Outbox, requests: WaitingRequests, speed_ranking: SpeedRanking) -> None:
         self._space = space
-        self.placement = placement
+        self.speed_ranking = speed_ranking
         self._outbox = outbox
         self.requests = requests
         self.orphan_writes = 0
@@ -210,7 +210,7 @@ class WorkingPlanner:
         if extent is None:
             extent = self._space.reserve(
                 namespace.schema.record_bytes, owner=namespace.name, avoid=working.write_failures.volume,
-                speed_class=self.placement.speed_classes(namespace, [working.key])[0],
+                speed_class=self.speed_ranking.speed_classes(namespace, [working.key])[0],
             )  # fmt: skip
         if extent is None:
             return False

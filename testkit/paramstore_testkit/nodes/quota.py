@@ -66,6 +66,10 @@ class Quota:
         """Words before a command that run it in the group from its first instruction on."""
         return ("sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.group / "cgroup.procs"))
 
+    def enter(self) -> None:
+        """Has this process be in the group from now on."""
+        (self.group / "cgroup.procs").write_text(str(os.getpid()))
+
 
 def find_hierarchy(mounts: Path = MOUNTS) -> Hierarchy:
     """Finds a hierarchy by which processors are shared out. Raises OSError that says why there is none."""

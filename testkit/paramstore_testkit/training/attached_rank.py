@@ -50,12 +50,12 @@ class Job:
 
     def __init__(
         self, store: ps.Store, name: str, wrap: Callable[[nn.Module], nn.Module], *, updates_in_backward: bool = False,
-        is_parallel: bool = False,
+        is_parallel: bool = False, placement: ps.moe.Placement | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.namespace = self._open(store, name)
         self.is_parallel = is_parallel
-        self.stored = make_stored(self.namespace, parallel=ps.moe.ExpertParallel() if is_parallel else None)
+        self.stored = make_stored(self.namespace, parallel=ps.moe.ExpertParallel(placement=placement) if is_parallel else None)
         self.experts: Experts = bind(self.stored, self.namespace)
         self.model = wrap(self.stored)
         self.optimizer = adamw(self.model.parameters())
@@ -266,8 +266,14 @@ MODES: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[Job], None]]]
     "early ddp": (replicate, train_early),
     "early fsdp2": (shard, train_early),
 }
-PARALLEL = "parallel "
-"""Before a mode: experts are spread over the ranks."""
+PARALLEL, REPLICAS = "parallel ", "parallel replicas "
+"""Before a mode: experts are spread over the ranks; and the first of them lies on all ranks."""
+
+
+def _placement(mode: str) -> ps.moe.Placement | None:
+    in_order = ps.moe.Placement.in_order(EXPERTS, dist.get_world_size())
+    everywhere = tuple(range(in_order.world_size))
+    return ps.moe.Placement((everywhere, *in_order.ranks[1:]), in_order.world_size) if mode.startswith(REPLICAS) else None
 
 
 def main() -> None:
@@ -276,14 +282,14 @@ def main() -> None:
     dist.init_process_group("gloo")
     try:
         for mode in modes[:1] if modes[0].endswith("restart") else modes:
-            kind = mode.removeprefix(PARALLEL)
+            kind = mode.removeprefix(REPLICAS).removeprefix(PARALLEL)
             wrap, act = MODES[kind]
             torch.manual_seed(0)
             with ps.connect(address) as store:
                 act(
                     Job(
                         store, mode.replace(" ", "-"), wrap, updates_in_backward=kind.startswith("early"),
-                        is_parallel=mode.startswith(PARALLEL),
+                        is_parallel=mode.startswith(PARALLEL), placement=_placement(mode),
                     )
                 )  # fmt: skip
                 dist.barrier()

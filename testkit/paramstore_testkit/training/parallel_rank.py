@@ -1,8 +1,8 @@
 """A rank of a job whose experts are spread over its ranks, that goes wrong as it is told.
 
 `-m paramstore_testkit.training.parallel_rank ADDRESS PORT RANK WORLD_SIZE START FAULT VICTIM`: at PORT the ranks meet, START
-names the job's start, FAULT is one of FAULTS, at the second step of rank VICTIM. It writes one line of JSON: what it raised, after
-how many seconds, how many slots were leased then, and a digest of the experts.
+names the job's start, FAULT is one of FAULTS, at the second step of rank VICTIM; or PLACES: no fault, and experts are placed anew.
+It writes one line of JSON: what it raised, after how many seconds, how many slots were leased then, and a digest of the experts.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ FAULT_STEP = 2
 LIMIT_S = 6.0
 """How long ranks wait for each other, in exchanges and in the daemon."""
 FAULTS = ("none", "kill in dispatch", "kill in backward", "kill before apply", "stop in dispatch", "one forward less")
+PLACES = "places"
+"""In place of a fault: experts are placed on other ranks before the second step, and are balanced before the third."""
 
 
 def main() -> None:
@@ -37,13 +39,16 @@ def main() -> None:
     told: dict[str, Any] = {"rank": int(rank)}
     with ps.connect(address) as store:
         namespace = _opened(store, {"rank": int(rank), "world_size": int(world_size), "group": start})
-        model = make_stored(namespace, parallel=ps.moe.ExpertParallel(timeout_s=LIMIT_S))
+        parallel = ps.moe.ExpertParallel(timeout_s=LIMIT_S)
+        model = make_stored(namespace, parallel=parallel)
         is_victim = fault != "none" and rank == victim
         assert namespace.committed_step is not None
         began_s = time.monotonic()
         try:
             for step in range(namespace.committed_step + 1, STEPS + 1):
                 began_s = time.monotonic()
+                if fault == PLACES:
+                    told |= _placed(parallel, step, int(world_size))
                 _step(model, namespace, step, int(rank), int(world_size), fault if is_victim and step == FAULT_STEP else "none")
             told["digest"] = _digest(namespace)
         except ps.ParamStoreError as error:
@@ -76,6 +81,17 @@ def _step(model: torch.nn.Module, namespace: ps.Namespace, step: int, rank: int,
     namespace.gradient_norm()
     namespace.apply(ps.AdamW(lr=1e-2)).wait()
     namespace.commit(step).wait()
+
+
+def _placed(parallel: ps.moe.ExpertParallel, step: int, world_size: int) -> dict[str, Any]:
+    """Places experts anew before a step; gives what was chosen, if anything was."""
+    if step == 2:
+        in_order = ps.moe.Placement.in_order(EXPERTS, world_size)
+        parallel.place({1: ps.moe.Placement(in_order.ranks[::-1], world_size)})
+    if step < 3:
+        return {}
+    choices = parallel.rebalance()
+    return {"chosen": {layer: choice.placement.ranks for layer, choice in choices.items()}}
 
 
 def _at_exchange(number: int, what: signal.Signals) -> None:

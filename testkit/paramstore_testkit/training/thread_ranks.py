@@ -23,19 +23,22 @@ GIVE_UP_S = 60.0
 
 
 class ThreadParallel:
-    """What `ExpertParallel` is to a model, of one rank among threads. placement: of every layer; None: in order."""
+    """What `ExpertParallel` is to a model, of one rank among threads. placement: of every layer; None: in order. Owner of the
+    layers that were made last."""
 
     def __init__(self, exchange: Exchange, placement: Placement | None = None, pipeline: Pipeline | None = None) -> None:
         self.exchange = exchange
         self.placement = placement
         self.pipeline = pipeline or Pipeline()
         self.arena = HostArena(self.pipeline.host_bytes)
+        self.layers: dict[int, ParallelLayer] = {}
 
     def layer(self, source: Any, layer: int) -> ParallelLayer | None:
         placement = self.placement or Placement.in_order(source.experts, self.exchange.world_size)
-        return ParallelLayer(
+        made = self.layers[layer] = ParallelLayer(
             self.exchange, placement, source, layer, step=lambda: 0, pipeline=self.pipeline, arena=self.arena
         )
+        return made
 
 
 def run_ranks(

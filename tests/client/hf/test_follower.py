@@ -18,7 +18,7 @@ from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import caches, modeling
 from paramstore_client.hf.loading import newest_step
 from paramstore_client.hf.loading.newest_step import TRIES_MAX
-from paramstore_client.hf.loading.placement import Placement
+from paramstore_client.hf.loading.served_place import ServedPlace
 from paramstore_client.hf.model.binding import layer_of
 from paramstore_client.hf.model.layout import experts_modules
 from paramstore_client.training.dense_files import DenseFile, dense_tensors
@@ -147,7 +147,7 @@ def test_experts_in_device_slots_follow_and_what_has_not_changed_is_not_copied_a
         return copy_fields(self, fields, **options)
 
     monkeypatch.setattr(HostCopier, "copy", counted)
-    monkeypatch.setattr(Placement, "of", lambda *_, **__: Placement(torch.device("cpu"), 2 * EXPERTS))
+    monkeypatch.setattr(ServedPlace, "of", lambda *_, **__: ServedPlace(torch.device("cpu"), 2 * EXPERTS))
     job.commit()
     served, trained = job.serve(), job.trained.eval()
     tier = layer_of(next(iter(experts_modules(served).values()))).source

@@ -14,8 +14,12 @@ from paramstore.core.trace import Trace, TraceEventKind, unpack_trace
 from paramstore.errors import ConfigError
 from paramstore_client import recorder as log
 from paramstore_client.hf.compat import modeling
+from paramstore_client.hf.model.binding import ModelExperts, bind
+from paramstore_client.hf.model.recording import Recording
+from paramstore_client.moe.exchange import FlatExchange
 from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config
-from paramstore_testkit.training.moe_models import tokens
+from paramstore_testkit.training.moe_models import Twin, tokens
+from paramstore_testkit.training.thread_ranks import ThreadParallel, of_all, run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -82,6 +86,33 @@ def test_training_keeps_backwards_pushes_and_updates(store: ps.Store, early: boo
     pushed = [event for event in first if event.kind is U]
     assert {key: 2 for event in pushed for key in event.keys} == uses
     assert [event.layer for event in pushed] == layers[::-1]
+
+
+def test_ranks_that_share_experts_keep_how_many_tokens_came_from_each() -> None:
+    config, top_k, counts = tiny_config("qwen3_moe"), 2, (5, 0, 8)
+    drawn = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randperm(config.num_experts, generator=drawn)[:top_k] for _ in range(sum(counts))]).split(counts)
+    twins = [Twin.of(config, kernel="grouped_mm", lease_slots=3) for _ in counts]
+    path = twins[0].layout.modules[0]
+
+    def rank(exchange: FlatExchange) -> Trace:
+        mine = twins[exchange.rank]
+        spread = ModelExperts(mine.namespace, anchor=lambda layer: mine.anchor, parallel=ThreadParallel(exchange))
+        bind(mine.stored, spread, kernel="grouped_mm")
+        rows = ids[exchange.rank]
+        x = torch.randn(len(rows), config.hidden_size, requires_grad=True)
+        with Recording(spread, mine.namespace.schema, applies=lambda: 0, file=None, name="x", how="") as recording:
+            mine.stored.get_submodule(path)(x, rows, torch.ones(len(rows), top_k)).sum().backward()
+        return unpack_trace(recording.recorded().pack())
+
+    expected = [torch.bincount(rows.flatten(), minlength=config.num_experts).tolist() for rows in ids]
+    for trace in of_all(run_ranks(len(counts), rank)):
+        forward, backward, push = trace.events
+        assert (forward.kind, backward.kind, push.kind) == (A, A, U)
+        assert forward.experts
+        assert forward.sources == backward.sources == tuple(tuple(row[expert] for expert in forward.experts) for row in expected)
+        assert forward.tokens == tuple(map(sum, zip(*forward.sources, strict=True)))
+        assert push.tokens == push.sources == ()
 
 
 def test_a_full_trace_takes_no_more_and_the_run_goes_on(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from paramstore.core.placement import Placement
 from paramstore.errors import ConfigError, LeaseError, ParamStoreError, RankLost, UnsupportedModel
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.hf.model.module_list import check_parallel
@@ -51,6 +52,41 @@ def test_a_namespace_that_was_opened_for_other_ranks_is_refused(monkeypatch: pyt
 def test_what_is_no_group_is_refused(group: Any) -> None:
     with pytest.raises(ConfigError, match=r"group.*dist\.new_group"):
         ExpertParallel(group)
+
+
+@pytest.mark.usefixtures("in_a_job")
+def test_layers_lie_as_was_said_and_the_others_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "group_name", "some")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: dist.HashStore())  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: Group(len(ranks)))
+    source: Any = SimpleNamespace(mode="read", wait_timeout_s=1.0, experts=4)
+    said = Placement(((1,), (0,), (1,), (0,)), 2)
+
+    def lies(placement: Any, layer: int) -> Placement:
+        made = ExpertParallel(Group(2), placement=placement).layer(source, layer)
+        assert made is not None
+        return made.placement
+
+    assert lies(said, 0) == lies(said, 5) == lies({5: said}, 5) == said
+    assert lies({5: said}, 0) == lies(None, 0) == Placement.in_order(4, 2)
+    with pytest.raises(ConfigError, match="placement of layer 0: it is of 4 experts on 3 ranks, the layer has 4, the job 2"):
+        lies(Placement.in_order(4, 3), 0)
+
+
+@pytest.mark.parametrize("placement", [3, "in order", [0, 1], {0: (0, 1)}, {"first": Placement.in_order(4, 2)}])
+def test_what_is_no_placement_is_refused(placement: Any) -> None:
+    with pytest.raises(ConfigError, match="placement"):
+        ExpertParallel(placement=placement)
+    with pytest.raises(ConfigError, match="placement"):
+        ExpertParallel().place(placement)
+
+
+def test_a_process_that_is_alone_moves_nothing() -> None:
+    parallel = ExpertParallel(placement=Placement.in_order(4, 2))
+    assert parallel.layer(MemoryNamespace.of_swiglu(), 0) is None
+    parallel.place({0: Placement.in_order(4, 2)})
+    assert parallel.rebalance() == {}
 
 
 def test_ranks_see_one_step_by_a_number() -> None:

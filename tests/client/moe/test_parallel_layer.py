@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from paramstore.core.placement import Placement
 from paramstore.errors import CapacityError, ConfigError, ParamStoreError, StepMismatch
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.moe.exchange import FlatExchange
+from paramstore_client.moe.pipeline_plan import Pipeline
 from paramstore_client.nn import StoredExperts, swiglu
 from paramstore_testkit.training.parallel_job import Computed, Job, train
 from paramstore_testkit.training.thread_ranks import ThreadParallel, of_all, run_ranks
@@ -56,6 +59,31 @@ def test_any_placement_computes_the_same(seed: int) -> None:
     ranks = torch.randint(len(job.tokens), (job.experts,), generator=drawn).tolist()
     placement = Placement(tuple((rank,) for rank in ranks), len(job.tokens))
     _by_ranks(job, placement).check_equal(Computed.of(job, job.namespace()))
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline(), Pipeline(2), Pipeline(2, split="tokens")], ids=["whole", "experts", "tokens"])
+@pytest.mark.parametrize("seed", range(3))
+def test_replicas_compute_the_same_but_for_rounding(seed: int, pipeline: Pipeline) -> None:
+    """An expert multiplies fewer rows at once on each of its ranks, and its gradient is a sum of theirs."""
+    drawn, job = random.Random(seed), Job(seed=seed)
+    ranks = range(len(job.tokens))
+    placement = Placement(tuple(tuple(sorted(drawn.sample(ranks, drawn.randint(1, 4)))) for _ in range(job.experts)), len(ranks))
+
+    def rank(exchange: FlatExchange) -> Computed:
+        return Computed.of(job, job.namespace(), job.parts[exchange.rank], ThreadParallel(exchange, placement, pipeline))
+
+    found, alone = of_all(run_ranks(len(ranks), rank)), Computed.of(job, job.namespace())
+    for name in ("y", "grad_x", "grad_gate"):
+        torch.testing.assert_close(torch.cat([getattr(mine, name) for mine in found]), getattr(alone, name), rtol=1e-5, atol=1e-6)
+    for key, fields in alone.pending.items():
+        pushed = [mine.pending[key] for mine in found if key in mine.pending]
+        for name, gradient in fields.items():
+            summed = reduce(torch.add, [each[name] for each in pushed])
+            assert (summed - gradient).norm() <= 1e-6 * gradient.norm(), (key, name)
+    assert {key for mine in found for key in mine.pending} == alone.pending.keys()
+    assert max(sum(key in mine.pending for mine in found) for key in alone.pending) > 1, "some expert had rows on several ranks"
+    for number, mine in enumerate(found):
+        assert {expert for _, expert in mine.pending} <= set(placement.of_rank(number))
 
 
 def test_all_tokens_may_choose_one_expert() -> None:

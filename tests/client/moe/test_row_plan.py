@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paramstore.core.placement import Placement
-from paramstore.errors import ConfigError
+from paramstore_client.moe.balance.replicas import Replicas
 from paramstore_client.moe.row_plan import Groups, Incoming, Outgoing, chunk_counts, inverse
 
 CPU = torch.device("cpu")
@@ -20,11 +19,12 @@ CPU = torch.device("cpu")
 def _jobs(draw: st.DrawFn) -> tuple[Placement, int, list[torch.Tensor], int, int]:
     """Draws a placement, the slots of an expert, each rank's counts by group, and parts of experts and chunks of tokens."""
     world_size, experts, slots = draw(st.integers(1, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    ranks = draw(st.lists(st.integers(0, world_size - 1), min_size=experts, max_size=experts))
+    ranks = draw(st.lists(st.sets(st.integers(0, world_size - 1), min_size=1), min_size=experts, max_size=experts))
     groups = experts * slots
     counts = [draw(st.lists(st.integers(0, 3), min_size=groups, max_size=groups)) for _ in range(world_size)]
     parts = draw(st.sampled_from([(1, 1), (3, 1), (1, 3), (2, 2)]))
-    return Placement(tuple((rank,) for rank in ranks), world_size), slots, [torch.tensor(of_rank) for of_rank in counts], *parts
+    placement = Placement(tuple(tuple(sorted(each)) for each in ranks), world_size)
+    return placement, slots, [torch.tensor(of_rank) for of_rank in counts], *parts
 
 
 @given(job=_jobs())
@@ -38,6 +38,10 @@ def test_every_row_is_computed_by_the_rank_of_its_expert_and_comes_home_once(
         for rank, of_rank in enumerate(counts)
     ]
     outgoing, chunk_of = [], []
+    replicas = Replicas.of(placement)
+    if replicas is not None:
+        counted = torch.stack([replicas.counted(of_rank) for of_rank in counts])
+        counts = [replicas.split(of_rank, counted, rank=rank) for rank, of_rank in enumerate(counts)]
     for of_rank, mine in zip(counts, rows, strict=True):
         tokens = torch.arange(len(mine))
         chunk, by_chunk = chunk_counts(of_rank, tokens, tokens=len(mine), chunks=chunks)
@@ -48,6 +52,7 @@ def test_every_row_is_computed_by_the_rank_of_its_expert_and_comes_home_once(
         for mine, out in zip(rows, outgoing, strict=True)
     ]
     assert [sorted(row for part in mine for row in part) for mine in sent] == rows, "each is sent once"
+    of_all_ranks: list[tuple[int, int, int]] = []
     for rank in range(placement.world_size):
         told = torch.stack([out.counts[rank] for out in outgoing])
         incoming = Incoming.of_parts(told, groups, rank=rank, chunks=chunks, device=CPU)
@@ -62,12 +67,17 @@ def test_every_row_is_computed_by_the_rank_of_its_expert_and_comes_home_once(
             assert of_part.by_rank == [out.by_rank[part][rank] for out in outgoing]
             assert computed == sorted(computed)
             assert {chunk_of[source][number] for _, source, number in computed} <= {part // parts}
-            counted = Counter(row[0] // slots for row in computed)
-            assert {block.expert: block.row_count for block in of_part.blocks} == counted
-            assert list(counted) == sorted(counted)
+            of_experts = Counter(row[0] // slots for row in computed)
+            assert {block.expert: block.row_count for block in of_part.blocks} == of_experts
+            assert [block.expert for block in of_part.blocks] == sorted(of_experts)
+            for block in of_part.blocks:
+                sources = Counter(source for group, source, _ in computed if group // slots == block.expert)
+                assert block.sources == tuple(sources[source] for source in range(placement.world_size))
             assert [computed[place] for place in of_part.place_M.tolist()] == arrived, "each goes back to where it came from"
             all_computed += computed
-        assert sorted(all_computed) == sorted(row for mine in rows for row in mine if placement.ranks[row[0] // slots] == (rank,))
+        assert all(rank in placement.ranks[row[0] // slots] for row in all_computed)
+        of_all_ranks += all_computed
+    assert sorted(of_all_ranks) == sorted(row for mine in rows for row in mine), "each comes to one rank"
 
 
 @given(job=_jobs())
@@ -82,17 +92,13 @@ def test_parts_of_experts_split_no_experts_rows(job: tuple[Placement, int, list[
 
 @given(job=_jobs())
 def test_rows_that_are_sent_in_their_own_order_have_none(job: tuple[Placement, int, list[torch.Tensor], int, int]) -> None:
-    placement, slots, counts, *_ = job
-    in_order = [rank for (rank,) in placement.ranks] == sorted(rank for (rank,) in placement.ranks)
-    out = Outgoing.of(counts[0][None], Groups.of(placement, slots=slots), device=CPU)
+    placement, slots, *_ = job
+    ranks = [rank for ranks in placement.ranks for _ in range(slots) for rank in ranks]
+    in_order = ranks == sorted(ranks)
+    out = Outgoing.of(torch.ones(1, len(ranks), dtype=torch.int64), Groups.of(placement, slots=slots), device=CPU)
     assert (out.orders[0] is None) == in_order
 
 
 def test_the_inverse_of_an_order_leads_back() -> None:
     order = torch.tensor([2, 0, 1])
     assert torch.arange(3)[order][inverse(order)].tolist() == [0, 1, 2]
-
-
-def test_replicas_are_refused() -> None:
-    with pytest.raises(ConfigError, match="replicas yet"):
-        Groups.of(Placement(((0, 1), (1,)), 2), slots=1)

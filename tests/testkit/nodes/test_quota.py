@@ -32,6 +32,14 @@ with open_quotas(2, share=0.5) as quotas:
     print(json.dumps([str(quota.group) for quota in quotas]), flush=True)
     signal.pause()
 """
+ENTER = """
+import sys
+from pathlib import Path
+from paramstore_testkit.nodes.quota import Quota
+
+Quota(Path(sys.argv[1])).enter()
+print(Path("/proc/self/cgroup").read_text())
+"""
 END_S = 60.0
 
 
@@ -111,3 +119,10 @@ def test_groups_are_gone_with_who_is_in_them_when_a_signal_ends_their_owner(numb
 def test_a_group_that_is_not_there_is_not_entered(tmp_path: Path) -> None:
     words = [*Quota(tmp_path / "missing").entering(), "echo", "ran"]
     assert subprocess.run(words, capture_output=True, timeout=END_S, check=False).stdout == b""
+
+
+@pytest.mark.usefixtures("possible")
+def test_a_process_can_enter_by_itself() -> None:
+    with open_quotas(1, share=0.5) as (quota,):
+        done = subprocess.run([sys.executable, "-c", ENTER, str(quota.group)], capture_output=True, timeout=END_S, check=True)
+        assert quota.group.name.encode() in done.stdout

@@ -36,7 +36,7 @@ from paramstore_client.hf.loading.expert_memory import POLICIES, ExpertMemory
 from paramstore_client.hf.loading.initial_experts import InitialExperts
 from paramstore_client.hf.loading.namespaces import committed_schema, memory_slots, open_experts
 from paramstore_client.hf.loading.newest_step import take_dense
-from paramstore_client.hf.loading.placement import CacheShape, Placement, check_device_map, check_shape, make_tier
+from paramstore_client.hf.loading.served_place import CacheShape, ServedPlace, check_device_map, check_shape, make_tier
 from paramstore_client.hf.model import experts_function
 from paramstore_client.hf.model.binding import ModelExperts, bind, find_experts
 from paramstore_client.hf.model.early_loads import SpeculationFigures
@@ -52,7 +52,7 @@ from paramstore_client.training import Experts
 from paramstore_client.training import bind as bind_training
 from paramstore_client.training.sentinel import ExpertSentinel
 
-ON_HOST = Placement(None, None)
+ON_HOST = ServedPlace(None, None)
 MODES = ("train", "infer")
 
 
@@ -108,20 +108,20 @@ class _Wanted:
         if held is None and look is not None:
             held = look(layout)
         quantized = held if held is not None and is_packed(held) and not trains else None
-        placement = ON_HOST if trains else Placement.of(
+        place = ON_HOST if trains else ServedPlace.of(
             model, layout, schema, memory, cache_shape=self.cache_shape, is_packed=quantized is not None
         )  # fmt: skip
         schema = quantized or schema
-        bounds = placement.lease_bounds(int(self.min_lease_slots))
-        with memory.named(placement.slots):
+        bounds = place.lease_bounds(int(self.min_lease_slots))
+        with memory.named(place.slots):
             opened = open_experts(self.store, name, layout, schema, mode=self.mode, bounds=bounds, fill=fill, check=check)
         join(
-            model, opened, kernel=kernel, placement=placement, policy=memory.policy, speculates=self.speculation,
+            model, opened, kernel=kernel, place=place, policy=memory.policy, speculates=self.speculation,
             parallel=self.expert_parallel,
         )  # fmt: skip
         if not trains:
             close_when_dropped(opened)
-            if placement.device is None:
+            if place.device is None:
                 spinning_threads.advise(memory_slots(self.store, name), len(opened.layers) * opened.experts)
         return opened
 
@@ -289,10 +289,10 @@ def _without_experts(model: nn.Module) -> ConfigError:
 
 
 def join(
-    model: nn.Module, namespace: Namespace, *, kernel: str, placement: Placement = ON_HOST, policy: str = POLICIES["auto"],
+    model: nn.Module, namespace: Namespace, *, kernel: str, place: ServedPlace = ON_HOST, policy: str = POLICIES["auto"],
     speculates: bool = True, parallel: Parallel | None = None,
 ) -> None:  # fmt: skip
-    """Joins a stripped model with an open namespace, and declares the order of its visits. placement, policy: of what stands for a
+    """Joins a stripped model with an open namespace, and declares the order of its visits. place, policy: of what stands for a
     reader. Raises SchemaMismatch, CapacityError where a device has no memory, and closes the namespace then."""
     trains = namespace.mode == "write"
     try:
@@ -301,11 +301,11 @@ def join(
         else:
             declare_order(namespace)
         source: ExpertSource = namespace
-        if placement.device is not None:
+        if place.device is not None:
             dtype = find_layout(model).tensors[0].dtype
-            source = make_tier(namespace, placement.slots or 1, device=placement.device, policy=policy, dtype=dtype)
+            source = make_tier(namespace, place.slots or 1, device=place.device, policy=policy, dtype=dtype)
         elif not trains:
-            source = standing(namespace, slots=placement.slots, policy=policy)
+            source = standing(namespace, slots=place.slots, policy=policy)
         sentinel = next((child for child in model.children() if isinstance(child, ExpertSentinel)), None)
         anchor = None if sentinel is None else sentinel.anchor
         stored = ModelExperts(

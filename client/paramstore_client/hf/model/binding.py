@@ -42,11 +42,12 @@ from paramstore_client.hf.model.layer_call import (
 )  # fmt: skip
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.lease_window import Hint
-from paramstore_client.hf.model.recording import RecordedSupply, Recording
+from paramstore_client.hf.model.recording import Counts, RecordedSupply, Recording
 from paramstore_client.hf.model.stripping import Unpicklable
 from paramstore_client.hf.model.weight_sources import CompactSupply, FieldSupply, HeldSupply, StreamedSupply, recorded_stacks
 from paramstore_client.moe.kernel_order import ParallelKernel
 from paramstore_client.nn.parallel import Anchor, Guard, Parallel
+from paramstore_client.nn.routing import Block
 from paramstore_client.nn.schedule import ExpertSchedule
 from paramstore_client.nn.weight_views import in_dtype_of
 from paramstore_client.source import ExpertSource
@@ -187,18 +188,19 @@ class LayerExperts(Unpicklable):
         return self._parallel.run(hidden_TH, ids_TK, gate_TK, run, anchor=self._anchor)
 
     def _run_here(
-        self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor, *, anchor: Anchor, guard: Guard | None = None
+        self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor, *, anchor: Anchor, guard: Guard | None = None,
+        blocks: tuple[Block, ...] = (),
     ) -> Tensor:  # fmt: skip
         self.early.begin_layer(self.layer, len(hidden_TH))
         with self._model.alone():
-            y_TH = self._model.under_way.compute(lambda: self._run(module, hidden_TH, ids_TK, gate_TK, anchor, guard))
+            y_TH = self._model.under_way.compute(lambda: self._run(module, hidden_TH, ids_TK, gate_TK, anchor, guard, blocks))
         self.early.end_layer()
         return y_TH
 
     def _run(
-        self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor, anchor: Anchor, guard: Guard | None
+        self, module: nn.Module, hidden_TH: Tensor, ids_TK: Tensor, gate_TK: Tensor, anchor: Anchor, guard: Guard | None,
+        blocks: tuple[Block, ...],
     ) -> Tensor:  # fmt: skip
-        assert self._kernel is not None, "a registry module has a kernel"
         early = self._model.early
         guesses_G = early.votes_on_device(self._model.schedule.following(self.layer), hidden_TH)
         dispatch = look_up(ids_TK, experts=self._model.source.experts, guesses_G=guesses_G)
@@ -209,17 +211,18 @@ class LayerExperts(Unpicklable):
             leaf = anchor() if anchor is not None and torch.is_grad_enabled() else None
             return y_TH if leaf is None else y_TH + leaf
         early.judge(self.layer, experts)
-        y_TH = self._computed(module, dispatch, hidden_TH, gate_TK, anchor, guard)
+        counts = [block.sources for block in blocks] or dispatch.counts
+        y_TH = self._computed(module, dispatch, hidden_TH, gate_TK, anchor, guard, counts)
         if self._model.recording is not None:
-            self._model.recording.keep_dispatch(self.layer, experts, dispatch.counts)
+            self._model.recording.keep_dispatch(self.layer, experts, counts)
         return y_TH
 
     def _computed(
-        self, module: nn.Module, dispatch: Dispatch, hidden_TH: Tensor, gate_TK: Tensor, anchor: Anchor, guard: Guard | None
+        self, module: nn.Module, dispatch: Dispatch, hidden_TH: Tensor, gate_TK: Tensor, anchor: Anchor, guard: Guard | None,
+        counts: Counts,
     ) -> Tensor:  # fmt: skip
         assert self._kernel is not None, "a registry module has a kernel"
-        experts = dispatch.experts
-        keys = [(self.layer, expert) for expert in experts]
+        keys = [(self.layer, expert) for expert in dispatch.experts]
         kernel, device = self._kernel, hidden_TH.device
         is_recorded = self._may_record(kernel, device, len(keys))
 
@@ -256,9 +259,9 @@ class LayerExperts(Unpicklable):
             self._model.source, keys, device, forward_hint=self._forward_hint(dispatch, hidden_TH),
             backward_hint=partial(self._model.after_backward, self.layer),
         )  # fmt: skip
-        return call(self._recorded(supply, experts, dispatch.counts)).run((hidden_TH, gate_TK))
+        return call(self._recorded(supply, dispatch.experts, counts)).run((hidden_TH, gate_TK))
 
-    def _recorded(self, supply: Supply, experts: Iterable[int], counts: Iterable[int]) -> Supply:
+    def _recorded(self, supply: Supply, experts: Iterable[int], counts: Counts) -> Supply:
         """`supply`, and while a recording is on, one that tells it of its backward. experts, counts: looked at then."""
         recording = self._model.recording
         return supply if recording is None else RecordedSupply(supply, recording, self.layer, experts, counts)

@@ -20,6 +20,9 @@ from paramstore_client.hf.model.layer_call import Fields, Supply, WeightsOf
 from paramstore_client.recorder import TraceLog
 from paramstore_client.source import ExpertSource
 
+Counts = Iterable[int] | Iterable[tuple[int, ...]]
+"""For each expert the rows of tokens that it had; or, of ranks that share experts, those of each rank."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -69,14 +72,14 @@ class Recording(TraceLog):
         if self.file is not None:
             self.save(self.file, self._name, how=self._how)
 
-    def keep_dispatch(self, layer: int, experts: Iterable[int], counts: Iterable[int]) -> None:
+    def keep_dispatch(self, layer: int, experts: Iterable[int], counts: Counts) -> None:
         """Keeps that a layer has computed with these experts, each for so many rows of tokens."""
         if self._applies is not None or layer in self._turn:
             self._end_step()
         self._turn.add(layer)
         self._keep(TraceEventKind.ACQUIRE, layer, experts, counts)
 
-    def keep_backward(self, layer: int, experts: Iterable[int], counts: Iterable[int]) -> None:
+    def keep_backward(self, layer: int, experts: Iterable[int], counts: Counts) -> None:
         self._keep(TraceEventKind.ACQUIRE, layer, experts, counts)
 
     def keep_push(self, layer: int, experts: Iterable[int]) -> None:
@@ -84,7 +87,7 @@ class Recording(TraceLog):
         pushed = list(experts)
         self._keep(TraceEventKind.PUSH, layer, pushed, [0] * len(pushed))
 
-    def _keep(self, kind: TraceEventKind, layer: int, experts: Iterable[int], counts: Iterable[int]) -> None:
+    def _keep(self, kind: TraceEventKind, layer: int, experts: Iterable[int], counts: Counts) -> None:
         if self._experts.recording is not self:
             return  # a backward after the block, whose forward was recorded
         if self.is_full:
@@ -92,10 +95,14 @@ class Recording(TraceLog):
                 self._has_warned = True
                 _log.warning("the trace %r holds %d events, and takes no more: record shorter runs", self._name, len(self._events))
             return
-        tokens = dict(zip(experts, counts, strict=True))
-        ordered = tuple(sorted(tokens))
-        is_use = kind is TraceEventKind.ACQUIRE
-        self._add([TraceEvent(kind, layer, ordered, tuple(tokens[expert] for expert in ordered) if is_use else ())])
+        rows: dict[int, Any] = dict(zip(experts, counts, strict=True))
+        event = TraceEvent(kind, layer, tuple(sorted(rows)))
+        if kind is TraceEventKind.ACQUIRE:
+            counted = [rows[expert] for expert in event.experts]
+            by_source = [each for each in counted if isinstance(each, tuple)]
+            tokens = tuple(sum(each) if isinstance(each, tuple) else each for each in counted)
+            event = event._replace(tokens=tokens, sources=tuple(zip(*by_source, strict=True)))
+        self._add([event])
 
     def _end_step(self) -> None:
         """Marks a step that has ended, if one has."""
@@ -115,7 +122,7 @@ class RecordedSupply(Supply):
     """A supply in front of another that tells a recording when a backward has begun, and when it has pushed."""
 
     def __init__(
-        self, supply: Supply, recording: Recording, layer: int, experts: Iterable[int], counts: Iterable[int]
+        self, supply: Supply, recording: Recording, layer: int, experts: Iterable[int], counts: Counts
     ) -> None:  # fmt: skip
         self._supply = supply
         self._recording = recording

@@ -11,7 +11,7 @@ from paramstore.config import Retention
 from paramstore.core.heat import NO_HEAT, GivenHeat
 from paramstore.core.key import ExpertKey
 from paramstore.core.schema import Schema
-from paramstore.engine.planner.placement import RANKED_FOR, Placement
+from paramstore.engine.planner.speed_ranking import RANKED_FOR, SpeedRanking
 from paramstore.policy.decayed_lfu import DecayedLfu
 from paramstore.policy.lru import Lru
 from paramstore.storage.volume.base import VolumeError
@@ -41,20 +41,20 @@ def use(made: SmallPlanner, uses: Sequence[int]) -> None:
 def hot(made: SmallPlanner, keys: Sequence[ExpertKey] | None = None) -> list[int]:
     """The experts whose next extent should be of the fast class."""
     asked = made.keys if keys is None else list(keys)
-    found = made.planner.working.placement.speed_classes(made.namespace, asked)
+    found = made.planner.working.speed_ranking.speed_classes(made.namespace, asked)
     return [key[1] for key, speed_class in zip(asked, found, strict=True) if speed_class == 0]
 
 
 def test_where_nothing_was_counted_no_class_is_preferred() -> None:
     made = small()
-    assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
+    assert made.planner.working.speed_ranking.speed_classes(made.namespace, made.keys) == [None] * KEYS
 
 
 def test_where_all_volumes_are_alike_no_class_is_preferred() -> None:
     made = small()
     use(made, range(KEYS))
     made.space.preference.set_classes({0: 0, 1: 0})
-    assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
+    assert made.planner.working.speed_ranking.speed_classes(made.namespace, made.keys) == [None] * KEYS
 
 
 @pytest.mark.parametrize(("fast", "expected"), [(3, [7]), (6, [6, 7]), (9, [5, 6, 7]), (99, [1, 2, 3, 4, 5, 6, 7])])
@@ -63,7 +63,7 @@ def test_records_that_the_newest_step_changed_take_an_extent_for_each_retained_s
 ) -> None:
     made = small(fast=fast)
     use(made, range(KEYS))
-    made.planner.working.placement = Placement(made.space, Retention(retained_steps=2))
+    made.planner.working.speed_ranking = SpeedRanking(made.space, Retention(retained_steps=2))
     assert hot(made) == expected
 
 
@@ -72,7 +72,7 @@ def test_records_that_it_did_not_change_take_those_that_they_hold() -> None:
     use(made, range(KEYS))
     made.update(made.keys[7])
     made.commit(1)
-    made.planner.working.placement = Placement(made.space, Retention(retained_steps=2))
+    made.planner.working.speed_ranking = SpeedRanking(made.space, Retention(retained_steps=2))
     assert hot(made) == [4, 5, 6, 7], "three extents for the hottest, one for each other"
 
 
@@ -83,7 +83,7 @@ def test_of_trained_records_as_many_of_the_hottest_as_the_param_arena_has_slots_
     assert hot(made) == [3, 4]
     made.update(*made.keys[5:])
     made.commit(1)
-    made.planner.working.placement = Placement(made.space, Retention(retained_steps=2))
+    made.planner.working.speed_ranking = SpeedRanking(made.space, Retention(retained_steps=2))
     assert hot(made) == [1, 2, 3, 4, 7], "one extent for each that the newest step did not change, and room for more"
 
 
@@ -96,7 +96,7 @@ def test_records_for_inference_are_there_once() -> None:
 def test_a_policy_that_forgets_what_it_does_not_hold_places_nothing() -> None:
     made = small(PARAM, policy=Lru)
     use(made, [1] * KEYS)
-    assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
+    assert made.planner.working.speed_ranking.speed_classes(made.namespace, made.keys) == [None] * KEYS
 
 
 def test_a_fast_class_that_is_fenced_is_nobody_s_goal() -> None:
@@ -137,7 +137,7 @@ def test_an_initialization_of_which_nobody_knows_the_heat_prefers_no_class() -> 
     made = small(PARAM, is_committed=False)
     use(made, range(KEYS))
     made.planner.begin_initialization(made.namespace, NO_HEAT)
-    assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [None] * KEYS
+    assert made.planner.working.speed_ranking.speed_classes(made.namespace, made.keys) == [None] * KEYS
 
 
 def test_records_without_heat_take_room_of_the_fast_class_that_hot_ones_leave_whenever_these_come() -> None:
@@ -156,7 +156,7 @@ def test_records_without_heat_take_room_of_the_fast_class_that_hot_ones_leave_wh
 def test_records_without_heat_go_to_the_slow_class_where_hot_ones_leave_no_room() -> None:
     made = small(PARAM, fast=2, is_committed=False)
     made.planner.begin_initialization(made.namespace, GivenHeat.of({(0, 6): 1.0, (0, 7): 2.0}))
-    assert made.planner.working.placement.speed_classes(made.namespace, made.keys) == [1] * 6 + [0] * 2
+    assert made.planner.working.speed_ranking.speed_classes(made.namespace, made.keys) == [1] * 6 + [0] * 2
 
 
 def test_a_hot_record_that_is_asked_for_twice_counts_once() -> None:
@@ -164,7 +164,7 @@ def test_a_hot_record_that_is_asked_for_twice_counts_once() -> None:
     made.planner.begin_initialization(made.namespace, GivenHeat.of({(0, 6): 1.0, (0, 7): 2.0}))
     hot(made, [(0, 7)])
     hot(made, [(0, 7)])
-    assert made.planner.working.placement.speed_classes(made.namespace, made.keys[:1]) == [1], "(0, 6) is to come"
+    assert made.planner.working.speed_ranking.speed_classes(made.namespace, made.keys[:1]) == [1], "(0, 6) is to come"
 
 
 def test_what_came_with_an_initialization_is_forgotten_at_its_end_and_at_a_rollback() -> None:

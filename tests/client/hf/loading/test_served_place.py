@@ -15,12 +15,12 @@ from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.slots import DeviceSlots
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import caches, modeling
-from paramstore_client.hf.loading import placement
+from paramstore_client.hf.loading import served_place
 from paramstore_client.hf.loading.expert_memory import ExpertMemory
-from paramstore_client.hf.loading.placement import (
+from paramstore_client.hf.loading.served_place import (
     RESERVE_BYTES,
     UNPACKED_AT_ONCE,
-    Placement,
+    ServedPlace,
     cache_bytes,
     check_device_map,
     check_shape,
@@ -97,32 +97,32 @@ def test_models_are_placed_where_their_dense_part_is(monkeypatch: pytest.MonkeyP
     with pytest.raises(UnsupportedModel, match="cpu, meta"):
         device_of_experts(model, layout)
     model.to_empty(device="cpu")
-    unsaid = Placement.of(model, layout, schema, memory, cache_shape=None)
-    assert (unsaid, unsaid.lease_bounds(3)) == (Placement(None, None), (3, None))
-    said = Placement.of(model, layout, schema, ExpertMemory("lru", 5), cache_shape=None)
+    unsaid = ServedPlace.of(model, layout, schema, memory, cache_shape=None)
+    assert (unsaid, unsaid.lease_bounds(3)) == (ServedPlace(None, None), (3, None))
+    said = ServedPlace.of(model, layout, schema, ExpertMemory("lru", 5), cache_shape=None)
     assert (said.lease_bounds(0), said.lease_bounds(7)) == ((5, 5), (7, 7))
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(placement, "device_of_experts", lambda model, layout: device)
+    monkeypatch.setattr(served_place, "device_of_experts", lambda model, layout: device)
     image_bytes = schema.part("param").image_bytes
     free = RESERVE_BYTES + cache_bytes(model.config, (2, 9), itemsize=4) + 3 * image_bytes
-    monkeypatch.setattr(placement, "free_bytes", lambda of: free)
-    placed = Placement.of(model, layout, schema, memory, cache_shape=(2, 9))
-    assert (placed, placed.lease_bounds(0)) == (Placement(device, 3), (0, None)), "copies end their leases"
-    assert Placement.of(model, layout, schema, ExpertMemory("lru", 5), cache_shape=None) == Placement(device, 5)
+    monkeypatch.setattr(served_place, "free_bytes", lambda of: free)
+    placed = ServedPlace.of(model, layout, schema, memory, cache_shape=(2, 9))
+    assert (placed, placed.lease_bounds(0)) == (ServedPlace(device, 3), (0, None)), "copies end their leases"
+    assert ServedPlace.of(model, layout, schema, ExpertMemory("lru", 5), cache_shape=None) == ServedPlace(device, 5)
     free += UNPACKED_AT_ONCE * image_bytes
-    unpacked = Placement.of(model, layout, schema, memory, cache_shape=(2, 9), is_packed=True)
-    assert unpacked == Placement(device, 3), "what unpacking takes there is left free"
+    unpacked = ServedPlace.of(model, layout, schema, memory, cache_shape=(2, 9), is_packed=True)
+    assert unpacked == ServedPlace(device, 3), "what unpacking takes there is left free"
 
 
 def test_quantized_experts_stand_in_slots_on_the_cpu_too_of_a_part_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_on_meta().to_empty(device="cpu")
     layout = find_layout(model)
     schema = layout.schema(None)
-    monkeypatch.setattr(placement, "available_bytes", lambda: 4 * 3 * schema.record_bytes)
+    monkeypatch.setattr(served_place, "available_bytes", lambda: 4 * 3 * schema.record_bytes)
     for memory, slots in ((ExpertMemory("lru", 5), 5), (ExpertMemory("lru"), 3)):
-        assert Placement.of(model, layout, schema, memory, cache_shape=None, is_packed=True) == Placement(CPU, slots)
-    monkeypatch.setattr(placement, "available_bytes", lambda: 0)
-    assert Placement.of(model, layout, schema, ExpertMemory("lru"), cache_shape=None, is_packed=True) == Placement(CPU, 1)
+        assert ServedPlace.of(model, layout, schema, memory, cache_shape=None, is_packed=True) == ServedPlace(CPU, slots)
+    monkeypatch.setattr(served_place, "available_bytes", lambda: 0)
+    assert ServedPlace.of(model, layout, schema, ExpertMemory("lru"), cache_shape=None, is_packed=True) == ServedPlace(CPU, 1)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_device_without_memory_for_one_expert_is_refused(monkeypatch: pytest.M
 
 
 def test_module_without_tensors_around_it_is_on_the_host() -> None:
-    assert placement._device_around(nn.Sequential(nn.Identity()), "0") == CPU
+    assert served_place._device_around(nn.Sequential(nn.Identity()), "0") == CPU
 
 
 @pytest.mark.parametrize("slots", [16, 6, 1])
@@ -192,7 +192,7 @@ def test_a_loaded_model_computes_in_slots_as_in_leases(
     torch.manual_seed(0)
     leased = ps.hf.from_config(auto, tiny_config("qwen3_moe"), **given)
     leased.save_pretrained(tmp_path)
-    monkeypatch.setattr(Placement, "of", lambda model, layout, schema, memory, **_: Placement(CPU, memory.given))
+    monkeypatch.setattr(ServedPlace, "of", lambda model, layout, schema, memory, **_: ServedPlace(CPU, memory.given))
     there = ps.hf.from_pretrained(auto, tmp_path, expert_memory=slots, residency="ring", **given)
     with ps.hf.namespace(leased), ps.hf.namespace(there), torch.no_grad():
         tier = layer_of(next(iter(experts_modules(there).values()))).source

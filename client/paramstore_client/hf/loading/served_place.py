@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ServedPlace:
     """The place of a model's experts. device: whose slots they stand in; None for leases in host memory. slots: how many stand;
     None for as many leases as the namespace is promised."""
 
@@ -57,8 +57,8 @@ class Placement:
     def of(
         cls, model: nn.Module, layout: ExpertLayout, schema: Schema, memory: ExpertMemory, *, cache_shape: CacheShape | None,
         is_packed: bool = False,
-    ) -> Placement:  # fmt: skip
-        """The placement of a loaded model that is served. schema: of the experts that are computed with. is_packed: whether records
+    ) -> ServedPlace:  # fmt: skip
+        """The place of a loaded model that is served. schema: of the experts that are computed with. is_packed: whether records
         hold them quantized: then they stand unpacked in slots, on the CPU too. Raises ConfigError, CapacityError where a device has
         no room, and UnsupportedModel for one that is spread over several devices."""
         key_count = len(layout.layers) * layout.experts

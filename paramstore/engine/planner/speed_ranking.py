@@ -37,7 +37,7 @@ class _Given:
     to_come: set[ExpertKey]
 
 
-class Placement:
+class SpeedRanking:
     """Owner of each namespace's ranking, and of the heat that an initialization came with; part of the planner."""
 
     def __init__(self, space: Space, retention: Retention) -> None:
