@@ -1,5 +1,7 @@
 """Expert-parallel layers over the store: the ranks of a job compute each their own experts, and tokens travel."""
 
+from paramstore_client.moe.embedding import ColumnEmbedding
 from paramstore_client.moe.expert_parallel import ExpertParallel
+from paramstore_client.nn.sharded import leave_out_of_ddp
 
-__all__ = ["ExpertParallel"]
+__all__ = ["ColumnEmbedding", "ExpertParallel", "leave_out_of_ddp"]

@@ -15,6 +15,9 @@ from paramstore_client.moe.exchange import Exchange, FlatExchange
 from paramstore_client.moe.parallel_layer import ParallelLayer
 from paramstore_client.source import ExpertSource
 
+WAIT_S = 60.0
+"""Longest that ranks wait for each other where no daemon says how long it waits, in seconds."""
+
 
 class ExpertParallel:
     """Lets the ranks of a job share the experts of each layer: tokens travel to the rank that computes their expert, and what it
@@ -23,7 +26,7 @@ class ExpertParallel:
 
     group: a group of torch.distributed whose ranks take part, used by nothing else; None: one of all ranks is made, by the first
     layer. In a process without torch.distributed, or alone in its group, it changes nothing.
-    timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as long as the daemon waits.
+    timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as long as the daemon waits, or WAIT_S.
 
     Every rank calls the same layers in one order, with tokens or without, as many times forward and backward. One object serves
     one model: its layers share the exchange.
@@ -42,30 +45,57 @@ class ExpertParallel:
         self._timeout_s = None if timeout_s is None else seconds("timeout_s", timeout_s)
         self._exchange: Exchange | None = None
         self._has_met = False
+        self._handle: Any = None
+        """Of the namespace whose daemon knows which rank is gone; None where there are only tables."""
+        self.table_count = 0
 
     def layer(self, source: ExpertSource, layer: int) -> ParallelLayer | None:
         """What `layer` of `source` exchanges rows by; None where this rank is alone. Every rank calls it, for each layer, in one
         order. Raises ConfigError where the namespace was opened for other ranks than the group has."""
         handle: Any = getattr(source, "namespace", source)
-        if not self._has_met:
-            self._exchange = self._met(handle)
-            self._has_met = True
-        if self._exchange is None:
+        self._handle = handle
+        exchange = self.meet()
+        if exchange is None:
             return None
-        ranks, size = handle.world_size if _writes(handle) else self._exchange.world_size, self._exchange.world_size
+        ranks, size = handle.world_size if _writes(handle) else exchange.world_size, exchange.world_size
         if ranks != size:
             raise ConfigError(
                 f"expert_parallel: its group has {size} ranks, the namespace was opened for {ranks}: open it with rank= and "
                 "world_size=, as ps.training.launched() gives them"
             )
         placement = Placement.in_order(source.experts, size)
-        return ParallelLayer(self._exchange, placement, source, layer, step=partial(_step_of, handle))
+        return ParallelLayer(exchange, placement, source, layer, step=partial(_step_of, handle))
 
-    def _met(self, handle: Any) -> Exchange | None:
-        """The exchange of all ranks; None where this one is alone. Raises StepMismatch where not all of them come in time."""
-        if not dist.is_available() or not dist.is_initialized():
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """This rank's number, and how many take part."""
+        return (dist.get_rank(self._group), dist.get_world_size(self._group)) if _is_job() else (0, 1)
+
+    def meet(self) -> Exchange | None:
+        """The exchange of all ranks, which the first call makes; None where this one is alone. Raises StepMismatch where not all
+        of them come in time."""
+        if not self._has_met:
+            self._exchange = self._met()
+            self._has_met = True
+        return self._exchange
+
+    def mesh(self, device_type: str) -> Any:
+        """The ranks as a mesh of torch's; None where this one is alone."""
+        if self.ranks[1] == 1:
             return None
-        timeout_s = float(handle.wait_timeout_s) if self._timeout_s is None else self._timeout_s
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self._group or dist.group.WORLD, device_type)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        """Returns itself: a copy of a module shares the exchange."""
+        return self
+
+    def _met(self) -> Exchange | None:
+        if not _is_job():
+            return None
+        known_s = WAIT_S if self._handle is None else float(self._handle.wait_timeout_s)
+        timeout_s = known_s if self._timeout_s is None else self._timeout_s
         try:
             group = self._group or dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
         except dist.DistError as error:
@@ -77,7 +107,11 @@ class ExpertParallel:
             return None
         c10d = dist.distributed_c10d
         store = c10d.PrefixStore(f"paramstore/moe/{group.group_name}", c10d._get_default_store())
-        return FlatExchange(group, store, timeout_s=timeout_s, lost=partial(_loss_of, handle))
+        return FlatExchange(group, store, timeout_s=timeout_s, lost=lambda: _loss_of(self._handle))
+
+
+def _is_job() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _writes(handle: Any) -> bool:

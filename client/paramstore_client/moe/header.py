@@ -28,12 +28,18 @@ UNKNOWN = len(DTYPES)
 
 
 class Phase(enum.IntEnum):
-    """What a header stands before: rows on their way to their experts, what these gave on its way back, and gradients of both."""
+    """What a header stands before: rows on their way to their experts, what these gave on its way back, and gradients of both; of
+    a table whose columns are spread, ids, columns, their gradients, a norm, the whole table."""
 
     FORWARD = 0
     RETURN = 1
     BACKWARD = 2
     RETURN_BACKWARD = 3
+    IDS = 4
+    COLUMNS = 5
+    COLUMNS_BACKWARD = 6
+    NORM = 7
+    TABLE = 8
 
 
 @dataclass(frozen=True, slots=True)
