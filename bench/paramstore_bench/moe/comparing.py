@@ -46,7 +46,7 @@ def beside_fixed_capacity(sizes: Sizes) -> Compared:
 def joined() -> FlatExchange:
     """The exchange of this job's ranks, as `ExpertParallel` makes it."""
     store = dist.distributed_c10d.PrefixStore("bench", dist.distributed_c10d._get_default_store())
-    return FlatExchange(dist.new_group(), store, timeout_s=EXCHANGE_S, lost=lambda: None)
+    return FlatExchange(dist.new_group(), dist.new_group(), store, timeout_s=EXCHANGE_S, lost=lambda: None)
 
 
 def own_experts(sizes: Sizes, rank: int) -> range:

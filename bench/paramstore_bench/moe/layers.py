@@ -69,10 +69,11 @@ class Ours(Layer):
 
     def __init__(self, sizes: Sizes, module: Any, exchange: Exchange) -> None:
         resident = cast(ExpertSource, SimpleNamespace(lease_slots=0, prefetch=lambda keys: None))
-        rows = ParallelLayer(exchange, Placement.in_order(sizes.experts, RANKS), resident, 0, step=lambda: 0)
+        placement = Placement.in_order(sizes.experts, RANKS)
+        rows = ParallelLayer(exchange, placement, resident, 0, step=lambda: 0)
         self._kernel = ParallelKernel(rows, experts=sizes.experts, kernel=KERNEL)
         self._module = module
-        self._first = rows.experts[0]
+        self._first = placement.of_rank(exchange.rank)[0]
 
     @property
     def parameters(self) -> list[nn.Parameter]:

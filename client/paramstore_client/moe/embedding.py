@@ -166,7 +166,7 @@ class ColumnEmbedding(ShardedModule):
         if exchange is None:
             return local_VC.clone()
         call = self._begin(exchange, Phase.TABLE)
-        with call.guard():
+        with call.guard(Phase.TABLE):
             sent = local_VC.repeat(call.world_size, 1)
         call = replace(call, counts=[len(local_VC)] * call.world_size)
         call.tell()
@@ -200,7 +200,7 @@ class ColumnEmbedding(ShardedModule):
         """What all ranks agree on before ids are sent: a call, with how many each rank has."""
         records = torch.is_grad_enabled() and self.weight.requires_grad
         call = self._begin(exchange, Phase.IDS, records=records)
-        with call.guard():
+        with call.guard(Phase.IDS):
             self._check(ids)
             ids_n = ids.reshape(-1).to(torch.int64)
             padding = -1 if self.padding_idx is None else self.padding_idx

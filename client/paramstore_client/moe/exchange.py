@@ -25,8 +25,16 @@ ROLL_S = 1.0
 """Longest that the others of a broken exchange are waited for, to say who is left."""
 
 
+class Arriving(Protocol):
+    """What is under way."""
+
+    def wait(self) -> Tensor:
+        """What has come. Raises RankLost, StepMismatch."""
+        ...
+
+
 class Exchange(Protocol):
-    """All-to-all exchanges among the ranks of a job, each called by all of them in one order.
+    """All-to-all exchanges among the ranks of a job, each begun by all of them in one order, that of messages and that of rows.
 
     call_count: how many calls of layers have begun, or were refused, over it.
     """
@@ -39,26 +47,40 @@ class Exchange(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def alike(self, sent: Tensor) -> Tensor:
-        """The message of each rank to this one; sent: [ranks, ...], one to each. Raises RankLost, StepMismatch."""
+    def start_alike(self, sent: Tensor) -> Arriving:
+        """Begins to bring the message of each rank to this one; sent: [ranks, ...], one to each. Raises RankLost, StepMismatch."""
         ...
 
-    def rows(self, sent: Tensor, *, to_each: Sequence[int], from_each: Sequence[int]) -> Tensor:
-        """The rows that come from each rank, in the order of the ranks; sent: those to each. Raises RankLost, StepMismatch."""
+    def start_rows(self, sent: Tensor, *, to_each: Sequence[int], from_each: Sequence[int]) -> Arriving:
+        """Begins to bring the rows of each rank, in the order of the ranks; sent: those to each. Raises RankLost, StepMismatch."""
         ...
+
+    def leave(self, error: ParamStoreError) -> None:
+        """Ends it, as ranks do not stand before one exchange any more: whatever is begun after it raises `error`."""
+        ...
+
+    def alike(self, sent: Tensor) -> Tensor:
+        """The message of each rank to this one, as `start_alike` brings it."""
+        return self.start_alike(sent).wait()
+
+    def rows(self, sent: Tensor, *, to_each: Sequence[int], from_each: Sequence[int]) -> Tensor:
+        """The rows that come from each rank, as `start_rows` brings them."""
+        return self.start_rows(sent, to_each=to_each, from_each=from_each).wait()
 
 
 class FlatExchange(Exchange):
-    """One all-to-all a call, over a group of `torch.distributed` that nothing else uses.
+    """One all-to-all a call, over groups of `torch.distributed` that nothing else uses.
 
-    store: where the roll is called. timeout_s: longest that a call waits for the other ranks. lost: gives the error of whoever
-    knows better which rank is gone, None where that one knows of none.
+    messages, rows: a group each, so that rows are under way while messages are, and never meet one of another length: a backend
+    ends the process where lengths differ. store: where the roll is called. timeout_s: longest that a wait is for the other ranks.
+    lost: gives the error of whoever knows better which rank is gone, None where that one knows of none.
     """
 
     def __init__(
-        self, group: Any, store: Any, *, timeout_s: float, lost: Callable[[], ParamStoreError | None]
+        self, messages: Any, rows: Any, store: Any, *, timeout_s: float, lost: Callable[[], ParamStoreError | None]
     ) -> None:
-        self._group = group
+        self._messages = messages
+        self._rows = rows
         self._store = store
         self._timeout_s = timeout_s
         self._lost = lost
@@ -69,30 +91,31 @@ class FlatExchange(Exchange):
 
     @property
     def rank(self) -> int:
-        return int(self._group.rank())
+        return int(self._messages.rank())
 
     @property
     def world_size(self) -> int:
-        return int(self._group.size())
+        return int(self._messages.size())
 
-    def alike(self, sent: Tensor) -> Tensor:
-        received = torch.empty_like(sent)
-        self._run(received, sent, [1] * self.world_size, [1] * self.world_size)
-        return received
+    def start_alike(self, sent: Tensor) -> Arriving:
+        ones = [1] * self.world_size
+        return _Started(self, self._messages, torch.empty_like(sent), sent, ones, ones)
 
-    def rows(self, sent: Tensor, *, to_each: Sequence[int], from_each: Sequence[int]) -> Tensor:
+    def start_rows(self, sent: Tensor, *, to_each: Sequence[int], from_each: Sequence[int]) -> Arriving:
         received = sent.new_empty(sum(from_each), *sent.shape[1:])
-        self._run(received, sent, list(from_each), list(to_each))
         self.sent_bytes += (len(sent) - to_each[self.rank]) * sent[:1].nbytes
-        return received
+        return _Started(self, self._rows, received, sent, list(from_each), list(to_each))
 
-    def _run(self, received: Tensor, sent: Tensor, from_each: list[int], to_each: list[int]) -> None:
+    def leave(self, error: ParamStoreError) -> None:
+        self._broken = self._broken or error
+
+    def carry_out(self, step: Callable[[datetime.timedelta], None]) -> None:
+        """Lets torch begin a call, or wait for it. Raises RankLost, StepMismatch, then and ever after."""
         if self._broken is not None:
             raise type(self._broken)(str(self._broken))
         began_s = time.monotonic()
         try:
-            work = self._group.alltoall_base(received, sent, from_each, to_each)
-            work.wait(datetime.timedelta(seconds=self._timeout_s))
+            step(datetime.timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             self._broken = self._reason(error, waited_s=time.monotonic() - began_s)
             raise self._broken from error
@@ -129,3 +152,24 @@ class FlatExchange(Exchange):
         calling.start()
         calling.join(2 * ROLL_S)
         return () if calling.is_alive() else tuple(missing)
+
+
+class _Started(Arriving):
+    """An all-to-all that torch carries out."""
+
+    def __init__(
+        self, exchange: FlatExchange, group: Any, received: Tensor, sent: Tensor, from_each: list[int], to_each: list[int]
+    ) -> None:  # fmt: skip
+        self._exchange = exchange
+        self._received = received
+        self._sent = sent  # torch reads it meanwhile
+        self._work: Any = None
+
+        def begin(_: datetime.timedelta) -> None:
+            self._work = group.alltoall_base(received, sent, from_each, to_each)
+
+        exchange.carry_out(begin)
+
+    def wait(self) -> Tensor:
+        self._exchange.carry_out(self._work.wait)
+        return self._received

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paramstore.core.arguments import seconds, wrong
+from paramstore.core.arguments import instance, seconds, wrong
 from paramstore.core.placement import Placement
 from paramstore.errors import ConfigError, ParamStoreError, RankLost, StepMismatch
 from paramstore_client.moe.exchange import Exchange, FlatExchange
+from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.parallel_layer import ParallelLayer
+from paramstore_client.moe.pipeline_plan import Pipeline
 from paramstore_client.source import ExpertSource
 
 WAIT_S = 60.0
@@ -27,6 +29,7 @@ class ExpertParallel:
     group: a group of torch.distributed whose ranks take part, used by nothing else; None: one of all ranks is made, by the first
     layer. In a process without torch.distributed, or alone in its group, it changes nothing.
     timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as long as the daemon waits, or WAIT_S.
+    pipeline: how a layer is split, so that exchanges stand beside computing, and what it keeps for backward; None: neither.
 
     Every rank calls the same layers in one order, with tokens or without, as many times forward and backward. One object serves
     one model: its layers share the exchange.
@@ -38,11 +41,13 @@ class ExpertParallel:
     A mean over ranks (`attach(reduce="mean")`) is not one over tokens where ranks have different numbers of them, as with DDP.
     """
 
-    def __init__(self, group: Any = None, *, timeout_s: float | None = None) -> None:
+    def __init__(self, group: Any = None, *, timeout_s: float | None = None, pipeline: Pipeline | None = None) -> None:
         if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
             raise wrong("group", group, "a group of torch.distributed, as dist.new_group() gives it")
         self._group = group
         self._timeout_s = None if timeout_s is None else seconds("timeout_s", timeout_s)
+        self._pipeline = Pipeline() if pipeline is None else instance("pipeline", pipeline, Pipeline, "a ps.moe.Pipeline()")
+        self._arena = HostArena(self._pipeline.host_bytes)
         self._exchange: Exchange | None = None
         self._has_met = False
         self._handle: Any = None
@@ -64,7 +69,9 @@ class ExpertParallel:
                 "world_size=, as ps.training.launched() gives them"
             )
         placement = Placement.in_order(source.experts, size)
-        return ParallelLayer(exchange, placement, source, layer, step=partial(_step_of, handle))
+        return ParallelLayer(
+            exchange, placement, source, layer, step=partial(_step_of, handle), pipeline=self._pipeline, arena=self._arena
+        )
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -96,18 +103,20 @@ class ExpertParallel:
             return None
         known_s = WAIT_S if self._handle is None else float(self._handle.wait_timeout_s)
         timeout_s = known_s if self._timeout_s is None else self._timeout_s
+        limit = datetime.timedelta(seconds=timeout_s)
         try:
-            group = self._group or dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+            group = self._group or dist.new_group(timeout=limit)
+            if group.size() == 1:
+                return None
+            rows = dist.new_group(dist.get_process_group_ranks(group), timeout=limit, use_local_synchronization=True)
         except dist.DistError as error:
             raise StepMismatch(
                 f"expert_parallel: not all ranks came to make their group within {timeout_s:g} s, as each does that makes the "
                 f"model: {error}"
             ) from error
-        if group.size() == 1:
-            return None
         c10d = dist.distributed_c10d
         store = c10d.PrefixStore(f"paramstore/moe/{group.group_name}", c10d._get_default_store())
-        return FlatExchange(group, store, timeout_s=timeout_s, lost=lambda: _loss_of(self._handle))
+        return FlatExchange(group, rows, store, timeout_s=timeout_s, lost=lambda: _loss_of(self._handle))
 
 
 def _is_job() -> bool:

@@ -17,8 +17,8 @@ from paramstore.core.placement import ranks_named
 from paramstore.errors import CLASSES, ParamStoreError, StepMismatch, from_wire
 
 NUMBERS = 512
-"""int64 numbers of one message: a header, and the counts of as many experts and slots as fit behind it."""
-TOLD_AT = 16
+"""int64 numbers of one message: a header, and as many counts of rows as fit behind it."""
+TOLD_AT = 20
 """Where counts begin, or the bytes of a refusal."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MATCHED, REFUSED = 0, 1
@@ -47,7 +47,8 @@ class Header:
     """What must be alike on all ranks, in words that an error can use.
 
     phase, call: which exchange it is: of which pass, after how many calls of layers. step: the one whose experts are seen. width:
-    elements of a row. slots: how many counts there are for each expert. records: whether gradients are recorded.
+    elements of a row. slots: how many counts there are for each expert. records: whether gradients are recorded. parts, split,
+    reuse: those of the `Pipeline`.
     """
 
     phase: Phase
@@ -61,6 +62,9 @@ class Header:
     slots: int
     placement: int
     records: int
+    parts: int
+    split: int
+    reuse: int
 
     def numbers(self) -> list[int]:
         return [getattr(self, field.name) for field in fields(self)]
@@ -85,13 +89,18 @@ def messages(
     return told.to(device)
 
 
-def refusal(error: BaseException, *, device: torch.device) -> Tensor:
-    """The message of a rank that cannot go on, to each of the others."""
+def refusal(error: BaseException, *, phase: Phase, device: torch.device) -> Tensor:
+    """The message of a rank that cannot go on, to each of the others, in place of its header of `phase`."""
     text = f"{type(error).__name__}\n{error}".encode()[: 8 * (NUMBERS - TOLD_AT)]
     told = torch.zeros(NUMBERS, dtype=torch.int64)
-    told[0], told[1] = REFUSED, len(text)
+    told[0], told[1], told[2] = REFUSED, len(text), phase
     told[TOLD_AT:].view(torch.uint8)[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return told.to(device)
+
+
+def are_in_phase(told: Tensor, phase: Phase) -> bool:
+    """Whether all ranks tell something of `phase`, a refusal too."""
+    return bool((told[:, 2] == phase).all())
 
 
 def check_told(told: Tensor, *, this: int) -> None:

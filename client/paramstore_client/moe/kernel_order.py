@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paramstore_client.nn.parallel import Anchor, Guard, ParallelRows
-from paramstore_client.nn.routing import Block, Gather, check_routing
+from paramstore_client.nn.routing import Block, Taken, check_routing
 
 
 class KernelRun(Protocol):
@@ -49,7 +49,7 @@ class ParallelKernel:
             return run(x_MH, ids_M[:, None], gate_M[:, None], anchor=anchor, guard=guard)
 
         y_NH = self._rows.run(
-            spread.rows(hidden_TH, kernel=self._kernel), spread.counts_G, top_k=ids_TK.shape[1], local=local, anchor=anchor
+            hidden_TH, spread.taken(kernel=self._kernel), spread.counts_G, top_k=ids_TK.shape[1], local=local, anchor=anchor
         )
         return spread.summed(y_NH, gate_TK, hidden_TH.dtype)
 
@@ -88,22 +88,19 @@ class Spread:
             is_eager, counts_G, token_TK.flatten()[order_N], by_slot_TK, by_slot_TK.gather(1, order_TK), order_TK
         )  # fmt: skip
 
-    def rows(self, hidden_TH: Tensor, *, kernel: str) -> Tensor:
-        """[N, H], each token once for each of its experts. Gradients of a token are added as the kernel does: by expert, downwards
+    def taken(self, *, kernel: str) -> Taken:
+        """Each token once for each of its experts. Gradients of a token are added as the kernel does: by expert, downwards
         (`eager`) or upwards (`grouped_mm`), or in one sum over its slots (`batched_mm`)."""
         if kernel == "batched_mm":
-            readers_TK, in_turn = self.by_slot_TK, False
-        else:
-            readers_TK, in_turn = self.by_expert_TK.flip(1) if self.is_eager else self.by_expert_TK, True
-        return Gather.apply(hidden_TH, self.token_N, readers_TK, in_turn)  # type: ignore[no-untyped-call, no-any-return]
+            return Taken(self.token_N, self.by_slot_TK, in_turn=False)
+        return Taken(self.token_N, self.by_expert_TK.flip(1) if self.is_eager else self.by_expert_TK, in_turn=True)
 
     def summed(self, y_NH: Tensor, gate_TK: Tensor, dtype: torch.dtype) -> Tensor:
         """y [T, H] in `dtype`: each token's rows times their gates, added in the order of experts (`eager`), else in one sum."""
         rows_TK = self.by_expert_TK if self.is_eager else self.by_slot_TK
         readers_N1 = torch.empty(len(y_NH), dtype=torch.int64, device=y_NH.device)
         readers_N1[rows_TK.flatten()] = torch.arange(len(y_NH), device=y_NH.device)
-        taken: Tensor = Gather.apply(y_NH, rows_TK.flatten(), readers_N1[:, None], False)  # type: ignore[no-untyped-call]
-        y_TKH = taken.view(*rows_TK.shape, y_NH.shape[1])
+        y_TKH = Taken(rows_TK.flatten(), readers_N1[:, None], in_turn=False).rows(y_NH).view(*rows_TK.shape, y_NH.shape[1])
         if not self.is_eager:
             return (y_TKH * gate_TK.unsqueeze(-1)).sum(dim=1).to(dtype)
         weighted = (y_TKH * gate_TK.gather(1, self.order_TK).unsqueeze(-1)).to(dtype)

@@ -47,13 +47,13 @@ class TableCall:
         return told
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        """What is raised within it, the other ranks learn in place of this one's next header."""
+    def guard(self, phase: Phase) -> Iterator[None]:
+        """What is raised within it, the other ranks learn in place of this one's next header, of `phase`."""
         try:
             yield
         except BaseException as error:
             with suppress(ParamStoreError):  # the exchange's own: they learn it from that
-                self.exchange.alike(refusal(error, device=self.device).repeat(self.world_size, 1))
+                self.exchange.alike(refusal(error, phase=phase, device=self.device).repeat(self.world_size, 1))
             raise
 
     def ids_of_all(self, ids_n: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TableCall, padding: int, divisor: int, ids_n: Tensor, weight_VC: Tensor) -> Tensor:
         ids_N = call.ids_of_all(ids_n)
-        with call.guard():
+        with call.guard(Phase.COLUMNS):
             y_NC = functional.embedding(ids_N, weight_VC)
         call.tell(phase=Phase.COLUMNS)
         ctx.call, ctx.padding, ctx.divisor, ctx.rows = call, padding, divisor, len(weight_VC)
@@ -97,7 +97,7 @@ class Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_nH: Tensor) -> tuple[None, None, None, None, Tensor]:
         call, (ids_N,) = ctx.call, ctx.saved_tensors
-        with call.guard():
+        with call.guard(Phase.COLUMNS_BACKWARD):
             sent = call.by_columns(grad_nH)
         call.tell(phase=Phase.COLUMNS_BACKWARD)
         grad_NC = call.to_columns(sent)

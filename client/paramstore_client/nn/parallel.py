@@ -1,6 +1,6 @@
 """What a layer whose experts are spread over ranks is given: who brings its rows to them. `ps.moe` has the maker."""
 
-# N rows of this rank's tokens, M rows of this rank's experts, D model
+# T tokens of this rank, N rows of them, M rows of this rank's experts, D model
 # ruff: noqa: N803 - shape suffixes, as the legend says
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from paramstore_client.nn.routing import Block
+from paramstore_client.nn.routing import Block, Taken
 from paramstore_client.source import ExpertSource
 
 Anchor = Callable[[], Tensor | None] | None
@@ -34,11 +34,11 @@ class ParallelRows(Protocol):
         """A block before `run`, whose exception the other ranks raise too."""
         ...
 
-    def run(self, x_ND: Tensor, counts_G: Tensor, *, top_k: int, local: Local, anchor: Anchor) -> Tensor:
+    def run(self, x_TD: Tensor, taken: Taken, counts_G: Tensor, *, top_k: int, local: Local, anchor: Anchor) -> Tensor:
         """y [N, D], each row through its expert, wherever that is.
 
-        x_ND: rows sorted by group, an expert's groups after the one's before. counts_G: how many rows each group has, on the host,
-        as many groups of each expert. This rank's experts that have rows are asked for before these are sent.
+        taken: the rows, sorted by group, an expert's groups after the one's before. counts_G: how many rows each group has, on the
+        host, as many groups of each expert. This rank's experts that have rows are asked for before these are sent.
         """
         ...
 

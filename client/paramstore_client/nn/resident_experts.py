@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paramstore.core.arguments import function, wrong
-from paramstore_client.nn.routing import Block, ExpertFn, apply_experts, split_rows, swiglu
+from paramstore_client.nn.routing import Block, ExpertFn, Taken, apply_experts, split_rows, swiglu
 
 
 class ResidentExperts(nn.Module):
@@ -34,11 +34,11 @@ class ResidentExperts(nn.Module):
         """y_TD: per token the sum over its experts of gate * expert(x), as `StoredExperts.forward` gives it."""
         return apply_experts(self._run_blocks, x_TD, expert_ids_TK, gate_TK)
 
-    def _run_blocks(self, blocks: tuple[Block, ...], x_ND: Tensor) -> Tensor:
+    def _run_blocks(self, blocks: tuple[Block, ...], x_TD: Tensor, taken: Taken) -> Tensor:
         return torch.cat(
             [
                 self.expert_fn(x_tD, dict(cast(nn.ParameterDict, self.weights[block.expert])))
-                for block, x_tD in zip(blocks, split_rows(x_ND, blocks), strict=True)
+                for block, x_tD in zip(blocks, split_rows(taken.rows(x_TD), blocks), strict=True)
             ]
         )
 

@@ -7,7 +7,7 @@
 """
 
 # T tokens, K experts per token, N = T * K rows, D model, E experts
-# ruff: noqa: N803, N806 - shape suffixes, as the legend says
+# ruff: noqa: N803, N806, N815 - shape suffixes, as the legend says
 
 from __future__ import annotations
 
@@ -44,8 +44,37 @@ class Block:
     row_count: int
 
 
-RunBlocks = Callable[[tuple[Block, ...], Tensor], Tensor]
-"""(blocks in expert order, x_ND) -> y_ND."""
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The rows that are taken of a call's tokens, sorted by expert.
+
+    token_N: the token of each row. readers_TK: the rows of each token. in_turn: whether a token's gradients are added one after
+    the other, in that order, or in one sum.
+    """
+
+    token_N: Tensor
+    readers_TK: Tensor
+    in_turn: bool
+
+    def rows(self, x_TD: Tensor) -> Tensor:
+        """[N, D], recorded for backward where grad mode is on."""
+        return Gather.apply(x_TD, self.token_N, self.readers_TK, self.in_turn)  # type: ignore[no-untyped-call, no-any-return]
+
+    def summed(self, grad_ND: Tensor) -> Tensor:
+        """The gradients of tokens, [T, D], of those of the rows."""
+        if self.in_turn:
+            total, *others = (grad_ND.index_select(0, readers_T) for readers_T in self.readers_TK.unbind(1))
+            for other in others:
+                total += other
+            return total
+        taken = grad_ND.index_select(0, self.readers_TK.flatten())
+        if self.readers_TK.shape[1] == 1:
+            return taken
+        return taken.view(*self.readers_TK.shape, taken.shape[1]).sum(dim=1)
+
+
+RunBlocks = Callable[[tuple[Block, ...], Tensor, Taken], Tensor]
+"""(blocks in expert order, x_TD, the rows taken of it) -> y_ND."""
 
 
 def apply_experts(
@@ -67,7 +96,8 @@ def apply_experts(
     blocks = count_blocks(ids_N)
     if not blocks and not takes_none:  # no token: nothing to compute, and no expert that would tell the shape of the output
         return x_TD * gate_TK.sum(dim=1, keepdim=True).to(x_TD.dtype)
-    y_ND = run_blocks(blocks, _to_rows(x_TD, order_N, ids_TK.shape[1]))
+    top_k = ids_TK.shape[1]
+    y_ND = run_blocks(blocks, x_TD, Taken(order_N // top_k, _inverse(order_N).view(-1, top_k), in_turn=False))
     y_TKD = _to_tokens(y_ND, order_N).view(*ids_TK.shape, y_ND.shape[1])
     return (y_TKD * gate_TK.gather(1, place_TK).unsqueeze(-1)).sum(dim=1).to(x_TD.dtype)
 
@@ -102,19 +132,14 @@ def _inverse(order_N: Tensor) -> Tensor:
     return inverse_N
 
 
-def _to_rows(x_TD: Tensor, order_N: Tensor, top_k: int) -> Tensor:
-    """Row n is the token of position order_N[n] in the flattened top-k."""
-    return Gather.apply(x_TD, order_N // top_k, _inverse(order_N).view(-1, top_k), False)  # type: ignore[no-untyped-call, no-any-return]
-
-
 def _to_tokens(y_ND: Tensor, order_N: Tensor) -> Tensor:
     """The rows of `y_ND` back in token order."""
-    return Gather.apply(y_ND, _inverse(order_N), order_N.view(-1, 1), False)  # type: ignore[no-untyped-call, no-any-return]
+    return Taken(_inverse(order_N), order_N.view(-1, 1), in_turn=False).rows(y_ND)
 
 
 class Gather(torch.autograd.Function):
-    """`source[rows_N]`, whose backward gathers too: readers_SR[s] lists the R rows that were taken from source row s. Their
-    gradients are added in one sum, or one after the other in that order (in_turn).
+    """`source[rows_N]`, whose backward gathers too: readers_SR[s] lists the R rows that were taken from source row s, as in
+    `Taken`.
 
     The backward of `index_select` adds into a zeroed tensor row by row: atomic on a GPU, 14 times slower on a CPU
     where it is done per expert (2048 tokens, 8 of 64 experts).
@@ -129,12 +154,4 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (readers_SR,) = ctx.saved_tensors
-        if ctx.in_turn:
-            total, *others = (grads[0].index_select(0, readers_S) for readers_S in readers_SR.unbind(1))
-            for other in others:
-                total += other
-            return total, None, None, None
-        taken = grads[0].index_select(0, readers_SR.flatten())
-        if readers_SR.shape[1] == 1:
-            return taken, None, None, None
-        return taken.view(*readers_SR.shape, taken.shape[1]).sum(dim=1), None, None, None
+        return Taken(readers_SR, readers_SR, ctx.in_turn).summed(grads[0]), None, None, None

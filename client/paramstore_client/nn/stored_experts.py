@@ -21,7 +21,7 @@ from paramstore.core.arguments import function, instance, whole_number, wrong
 from paramstore.core.key import ExpertKey
 from paramstore.errors import UnknownKey
 from paramstore_client.nn.parallel import Anchor, Guard, Parallel, ParallelRows
-from paramstore_client.nn.routing import Block, ExpertFn, apply_experts, check_routing, swiglu
+from paramstore_client.nn.routing import Block, ExpertFn, Taken, apply_experts, check_routing, swiglu
 from paramstore_client.nn.schedule import ExpertSchedule
 from paramstore_client.nn.streaming import LayerCall, split_parts
 from paramstore_client.source import ExpertSource
@@ -88,7 +88,7 @@ class StoredExperts(nn.Module):
         """
         if self._parallel is not None:
             return self._run_parallel(self._parallel, x_TD, expert_ids_TK, gate_TK)
-        y_TD = apply_experts(self._run_blocks, x_TD, expert_ids_TK, gate_TK)
+        y_TD = apply_experts(lambda blocks, x, taken: self._run_blocks(blocks, taken.rows(x)), x_TD, expert_ids_TK, gate_TK)
         if len(x_TD) == 0 and self.anchor is not None and torch.is_grad_enabled() and (anchor := self.anchor()) is not None:
             y_TD = y_TD + anchor  # a rank without tokens takes part in what ranks do together after backward
         return y_TD
@@ -101,11 +101,11 @@ class StoredExperts(nn.Module):
         with parallel.guard(x_TD.device):
             check_routing(x_TD, expert_ids_TK, gate_TK, experts=experts)
 
-        def run_blocks(blocks: tuple[Block, ...], x_ND: Tensor) -> Tensor:
+        def run_blocks(blocks: tuple[Block, ...], x_TD: Tensor, taken: Taken) -> Tensor:
             counts_E = torch.zeros(experts, dtype=torch.int64)
             counts_E[[block.expert for block in blocks]] = torch.tensor([block.row_count for block in blocks], dtype=torch.int64)
             return parallel.run(
-                x_ND, counts_E, top_k=expert_ids_TK.shape[1], local=self._run_blocks, anchor=self.anchor
+                x_TD, taken, counts_E, top_k=expert_ids_TK.shape[1], local=self._run_blocks, anchor=self.anchor
             )
 
         return apply_experts(run_blocks, x_TD, expert_ids_TK, gate_TK, takes_none=True)

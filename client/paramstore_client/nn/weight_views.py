@@ -3,7 +3,7 @@ of whoever holds them then, which are to be the same bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,14 @@ def find_view(tensor: Tensor, holder: Hashable, weights: Mapping[str, Tensor]) -
     if cast is None or tensor.untyped_storage().nbytes() != weights[cast].numel() * tensor.element_size():
         return None
     return WeightView(holder, cast, tensor.dtype, int(tensor.storage_offset()), size, stride, is_cast=True)
+
+
+def hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The saved-tensor hooks that are in force here, pack and unpack: entering others hides them."""
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
+        torch._C._autograd._top_saved_tensors_default_hooks(False)  # ignore_is_tracing
+    )
+    return hooks
 
 
 def in_dtype_of(x: Tensor, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

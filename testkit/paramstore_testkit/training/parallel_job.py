@@ -17,12 +17,10 @@ from paramstore_client.nn import StoredExperts
 from paramstore_client.schemas import adamw_schema
 from paramstore_testkit.training.thread_ranks import ThreadParallel
 
-WIDTH, INNER = 24, 10
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Tokens of a job's ranks, and where they go. tokens: how many each rank has."""
+    """Tokens of a job's ranks, and where they go. tokens: how many each rank has. width, inner: of an expert."""
 
     tokens: tuple[int, ...] = (5, 0, 17, 9)
     experts: int = 16
@@ -30,6 +28,8 @@ class Job:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     lease_slots: int = 3
+    width: int = 24
+    inner: int = 10
 
     @property
     def parts(self) -> list[slice]:
@@ -40,13 +40,13 @@ class Job:
         """x [T, D], expert ids [T, K], gates [T, K] and the gradient of y [T, D], of all ranks."""
         drawn, count = torch.Generator().manual_seed(self.seed), sum(self.tokens)
         ids = [torch.randperm(self.experts, generator=drawn)[: self.top_k] for _ in range(count)]
-        x, grad = (torch.randn(count, WIDTH, generator=drawn).to(self.dtype) for _ in range(2))
+        x, grad = (torch.randn(count, self.width, generator=drawn).to(self.dtype) for _ in range(2))
         gates = torch.rand(count, self.top_k, generator=drawn).to(self.dtype)
         return x, torch.stack(ids) if ids else torch.empty(0, self.top_k, dtype=torch.int64), gates, grad
 
     def namespace(self) -> MemoryNamespace:
         """A new namespace with the job's experts, the same each time."""
-        shapes = {"gate_up": (2 * INNER, WIDTH), "down": (WIDTH, INNER)}
+        shapes = {"gate_up": (2 * self.inner, self.width), "down": (self.width, self.inner)}
         made = MemoryNamespace(
             adamw_schema(shapes, param_dtype=self.dtype), layers=1, experts=self.experts, lease_slots=self.lease_slots
         )
@@ -56,8 +56,8 @@ class Job:
     def _values(self, key: ExpertKey) -> dict[str, Tensor]:
         drawn = torch.Generator().manual_seed(1000 + key[1])
         return {
-            "gate_up": torch.randn(2 * INNER, WIDTH, generator=drawn) / WIDTH**0.5,
-            "down": torch.randn(WIDTH, INNER, generator=drawn) / INNER**0.5,
+            "gate_up": torch.randn(2 * self.inner, self.width, generator=drawn) / self.width**0.5,
+            "down": torch.randn(self.width, self.inner, generator=drawn) / self.inner**0.5,
         }
 
 

@@ -80,16 +80,16 @@ def _step(model: torch.nn.Module, namespace: ps.Namespace, step: int, rank: int,
 
 def _at_exchange(number: int, what: signal.Signals) -> None:
     """Has a signal sent to this process when its rows are exchanged for the `number`-th time from now."""
-    exchange: Callable[..., torch.Tensor] = FlatExchange.rows
+    exchange: Callable[..., Any] = FlatExchange.start_rows
     left = [number]
 
-    def rows(self: FlatExchange, *arguments: Any, **options: Any) -> torch.Tensor:
+    def start_rows(self: FlatExchange, *arguments: Any, **options: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), what)
         return exchange(self, *arguments, **options)
 
-    FlatExchange.rows = rows  # type: ignore[method-assign]
+    FlatExchange.start_rows = start_rows  # type: ignore[method-assign]
 
 
 def _digest(namespace: ps.Namespace) -> str:

@@ -13,7 +13,9 @@ from torch.distributed import distributed_c10d
 from paramstore.core.placement import Placement
 from paramstore.errors import ParamStoreError
 from paramstore_client.moe.exchange import Exchange, FlatExchange
+from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.parallel_layer import ParallelLayer
+from paramstore_client.moe.pipeline_plan import Pipeline
 
 T = TypeVar("T")
 
@@ -23,9 +25,11 @@ GIVE_UP_S = 60.0
 class ThreadParallel:
     """What `ExpertParallel` is to a model, of one rank among threads. placement: of every layer; None: in order."""
 
-    def __init__(self, exchange: Exchange, placement: Placement | None = None) -> None:
+    def __init__(self, exchange: Exchange, placement: Placement | None = None, pipeline: Pipeline | None = None) -> None:
         self.exchange = exchange
         self.placement = placement
+        self.pipeline = pipeline or Pipeline()
+        self.arena = HostArena(self.pipeline.host_bytes)
         self.table_count = 0
 
     @property
@@ -40,7 +44,9 @@ class ThreadParallel:
 
     def layer(self, source: Any, layer: int) -> ParallelLayer | None:
         placement = self.placement or Placement.in_order(source.experts, self.exchange.world_size)
-        return ParallelLayer(self.exchange, placement, source, layer, step=lambda: 0)
+        return ParallelLayer(
+            self.exchange, placement, source, layer, step=lambda: 0, pipeline=self.pipeline, arena=self.arena
+        )
 
 
 def run_ranks(
@@ -54,8 +60,12 @@ def run_ranks(
     def run(number: int) -> None:
         try:
             limit = datetime.timedelta(seconds=GIVE_UP_S)
-            group = distributed_c10d.ProcessGroupGloo(distributed_c10d.PrefixStore("gloo", store), number, count, limit)
-            results[number] = rank(FlatExchange(group, distributed_c10d.PrefixStore("roll", store), timeout_s=timeout_s, lost=lost))
+            messages, rows = (
+                distributed_c10d.ProcessGroupGloo(distributed_c10d.PrefixStore(name, store), number, count, limit)
+                for name in ("messages", "rows")
+            )
+            roll = distributed_c10d.PrefixStore("roll", store)
+            results[number] = rank(FlatExchange(messages, rows, roll, timeout_s=timeout_s, lost=lost))
         except BaseException as error:  # noqa: BLE001 - handed to the test
             results[number] = error
 

@@ -40,6 +40,8 @@ def test_a_rank_that_is_alone_computes_all_itself() -> None:
 def test_a_namespace_that_was_opened_for_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "group_name", "some")
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: dist.HashStore())  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: Group(len(ranks)))
     source: Any = SimpleNamespace(mode="write", world_size=2, wait_timeout_s=1.0, experts=8)
     with pytest.raises(ConfigError, match=r"its group has 3 ranks, the namespace was opened for 2: .*launched"):
         ExpertParallel(Group(3)).layer(source, 0)

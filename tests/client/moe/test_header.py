@@ -22,7 +22,7 @@ from paramstore_client.moe.header import (
 )  # fmt: skip
 
 CPU = torch.device("cpu")
-HEADER = Header(Phase.FORWARD, 7, 3, 20, 0, 64, 16, 2, 1, 12345, 1)
+HEADER = Header(Phase.FORWARD, 7, 3, 20, 0, 64, 16, 2, 1, 12345, 1, 1, 0, 0)
 FIELDS = [field.name for field in dataclasses.fields(Header)]
 
 
@@ -74,7 +74,7 @@ def test_equal_headers_pass() -> None:
     ids=repr,
 )
 def test_what_a_rank_refuses_the_others_raise(error: BaseException, learned: tuple[type[Exception], str]) -> None:
-    told = torch.stack([messages(HEADER, [torch.tensor([1])], device=CPU)[0], refusal(error, device=CPU)])
+    told = torch.stack([messages(HEADER, [torch.tensor([1])], device=CPU)[0], refusal(error, phase=Phase.FORWARD, device=CPU)])
     with pytest.raises(learned[0]) as raised:
         check_told(told, this=0)
     assert learned[1] in str(raised.value)

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from paramstore.errors import ConfigError, LeaseError
 from paramstore_client.nn.parallel import Guard
-from paramstore_client.nn.weight_views import WeightView, find_view, in_dtype_of
+from paramstore_client.nn.weight_views import WeightView, find_view, hooks_around, in_dtype_of
 
 OTHERS_WAIT_S = 60.0
 """Longest that a layer waits for slots which other threads' layers use."""
@@ -207,7 +207,7 @@ class _Recording:
     def __init__(self, supply: Supply, passes: BackwardPasses) -> None:
         self._supply = supply
         self._passes = passes
-        self._outer = _hooks_around()
+        self._outer = hooks_around()
         self._newest: tuple[Hashable, Fields] | None = None
 
     def entering(self, weights_of: WeightsOf, anchor: Tensor | None, x: Tensor) -> WeightsOf:
@@ -305,11 +305,3 @@ class _Exit(torch.autograd.Function):
         # Where the weights get no gradients, or only some inputs are asked for, no node of ours is the last.
         torch.autograd.Variable._execution_engine.queue_callback(lambda: ctx.passes.begin(None))
         return grad, None, None, *(None for _ in range(ctx.input_count))
-
-
-def _hooks_around() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The saved-tensor hooks that are in force here: entering ours hides them."""
-    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
-        torch._C._autograd._top_saved_tensors_default_hooks(False)  # ignore_is_tracing
-    )
-    return hooks

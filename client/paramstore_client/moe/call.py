@@ -1,0 +1,155 @@
+"""One call of a layer over ranks: how its rows travel in parts, and what ranks tell each other beside them.
+
+- All ranks are known to stand before the same exchange of rows before they are sent on their way there, in either pass (`header`):
+  nothing is sent whose size is not agreed on.
+- What one rank fails at meanwhile, it tells beside the rows that come back; it goes on sending as many as were agreed on, zeros. So
+  all raise it, and are in step after it.
+"""
+
+# N rows of this rank's tokens, M rows of this rank's experts, D model
+# ruff: noqa: N803 - shape suffixes, as the legend says
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paramstore.errors import ConfigError, ParamStoreError
+from paramstore_client.moe.exchange import Arriving, Exchange
+from paramstore_client.moe.header import (
+    DTYPE_AT,
+    DTYPES,
+    UNKNOWN,
+    Header,
+    Phase,
+    are_in_phase,
+    check_told,
+    messages,
+    refusal,
+)  # fmt: skip
+from paramstore_client.moe.row_plan import Incoming, Outgoing, inverse
+
+
+class Call:
+    """One call of a layer: how its rows travel, either way."""
+
+    def __init__(
+        self, exchange: Exchange, header: Header, outgoing: Outgoing, incoming: tuple[Incoming, ...], device: torch.device
+    ) -> None:  # fmt: skip
+        self._exchange = exchange
+        self._header = header
+        self._outgoing = outgoing
+        self._device = device
+        self.incoming = incoming
+        """By part."""
+        self.computed: torch.dtype | None = None
+        """Of what this rank's experts gave; None where they had no rows."""
+        self._returned: torch.dtype | None = None
+        """Of what the experts of this rank's tokens gave."""
+
+    @property
+    def parts(self) -> int:
+        return len(self.incoming)
+
+    @property
+    def row_count(self) -> int:
+        """Rows of this rank's tokens."""
+        return sum(map(sum, self._outgoing.by_rank))
+
+    def order(self, part: int) -> Tensor | None:
+        """The rows of this rank's tokens in `part`, in the order in which they are sent; None where that is all, as they are."""
+        return self._outgoing.orders[part]
+
+    def start_there(self, part: int, sent: Tensor) -> Arriving:
+        """Sends rows, or gradients of rows, to the ranks of their experts. sent: in their `order`."""
+        return self._exchange.start_rows(sent, to_each=self._outgoing.by_rank[part], from_each=self.incoming[part].by_rank)
+
+    def computable(self, part: int, arriving: Arriving) -> Tensor:
+        """The rows that came, in the order of computation."""
+        return arriving.wait().index_select(0, self.incoming[part].order_M)
+
+    def start_back(self, part: int, rows_MD: Tensor | None) -> Arriving:
+        """Sends rows of this rank's experts, or gradients, back to the ranks of their tokens; where they are None, zeros."""
+        incoming = self.incoming[part]
+        if rows_MD is None:
+            sent = torch.zeros(len(incoming.place_M), self._header.width, dtype=DTYPES[self._header.dtype], device=self._device)
+        else:
+            sent = rows_MD.index_select(0, incoming.place_M)
+        return self._exchange.start_rows(sent, to_each=incoming.by_rank, from_each=self._outgoing.by_rank[part])
+
+    def meet(self, phase: Phase) -> None:
+        """Sees to it that all ranks stand before the same exchange of rows. Raises StepMismatch, and what another rank tells."""
+        check_told(self._start_word(phase, None).wait().cpu(), this=self._exchange.rank)
+
+    def settle(self, phase: Phase, arriving: Sequence[Arriving], failure: BaseException | None = None) -> list[Tensor]:
+        """The rows that came back last, after all ranks have told how they fared. Raises `failure`, else what another rank tells;
+        StepMismatch where one does something else, which ends the exchange."""
+        told = self._start_word(phase, failure).wait().cpu()
+        if not are_in_phase(told, phase):
+            try:
+                check_told(told, this=self._exchange.rank)
+            except ParamStoreError as error:
+                self._exchange.leave(error)
+                raise
+        rows = [each.wait() for each in arriving]
+        if failure is not None:
+            raise failure
+        check_told(told, this=self._exchange.rank)
+        known = {DTYPES[dtype] for dtype in told[:, DTYPE_AT].tolist() if dtype != UNKNOWN}
+        self._returned = known.pop() if len(known) == 1 else None
+        return rows
+
+    def there(self, rows_ND: Tensor) -> Tensor:
+        """All rows at once there, in the order of computation."""
+        order = self.order(0)
+        return self.computable(0, self.start_there(0, rows_ND.contiguous() if order is None else rows_ND.index_select(0, order)))
+
+    def back(self, phase: Phase, rows_MD: Tensor) -> Tensor:
+        """All rows at once back, in the order that this rank's tokens have. Raises as `settle`."""
+        (arrived,) = self.settle(phase, [self.start_back(0, rows_MD)])
+        order = self.order(0)
+        return arrived if order is None else arrived.index_select(0, inverse(order))
+
+    def checked(self, y_MD: Tensor, x_MD: Tensor) -> Tensor:
+        """What this rank's experts gave for `x_MD`, in the dtype in which it travels. Raises ConfigError where it cannot."""
+        is_held = y_MD.dtype in DTYPES and torch.promote_types(y_MD.dtype, x_MD.dtype) == x_MD.dtype
+        if y_MD.shape != x_MD.shape or not is_held:
+            raise ConfigError(
+                f"expert-parallel experts gave rows {list(y_MD.shape)} of {y_MD.dtype} for rows {list(x_MD.shape)} of "
+                f"{x_MD.dtype}: give as many, of the same width, and of no longer dtype"
+            )
+        self.computed = y_MD.dtype
+        return y_MD.to(x_MD.dtype)
+
+    def returned(self, rows_ND: Tensor) -> Tensor:
+        """The rows that came back in the dtype in which experts gave them."""
+        return rows_ND if self._returned is None else rows_ND.to(self._returned)
+
+    @contextmanager
+    def guard(self, phase: Phase) -> Iterator[None]:
+        """What is raised within it, before all rows go `back` at once, the other ranks learn there."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(ParamStoreError):  # the exchange's own, which they learn from that; or `error`
+                self.settle(phase, [self.start_back(0, None)], error)
+            raise
+
+    def _start_word(self, phase: Phase, failure: BaseException | None) -> Arriving:
+        if failure is not None:
+            told = refusal(failure, phase=phase, device=self._device).repeat(self._exchange.world_size, 1)
+        else:
+            none = [torch.empty(0, dtype=torch.int64)] * self._exchange.world_size
+            told = messages(replace(self._header, phase=phase), none, device=self._device, computed=self.computed)
+        return self._exchange.start_alike(told)
+
+
+def check_first_derivative() -> None:
+    """Raises ConfigError in a backward that is recorded itself, on all ranks alike: before the local graph says so where there is
+    one."""
+    if torch.is_grad_enabled():
+        raise ConfigError("create_graph=True: stored experts have no second derivatives; leave it out")

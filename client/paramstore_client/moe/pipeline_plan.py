@@ -1,0 +1,72 @@
+"""What a layer's pipeline does, as a value: into how many parts it is split, and what of them is kept for backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paramstore.core.arguments import choice, whole_number
+
+SPLITS = ("experts", "tokens")
+REUSES = ("keep", "S1", "S2", "S3", "S4")
+MOST_PARTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How the ranks split a layer's work, and what they keep of it between forward and backward: alike on all.
+
+    parts: how many exchanges there are of each kind, one beside computing the part before: the granularity n of MPMoE. split:
+    "experts": a part has some of each rank's experts, and all of their rows: no bit changes. "tokens": it has some of each rank's
+    tokens, as in the paper; gradients of weights are sums of as many partial sums, and each part leases its experts anew.
+    reuse: strategy of MPMoE's table III by which memory of rows and activations is used again by other layers, parts and passes:
+    - "keep": both are kept where they are.
+    - "S1": both are copied to the host. "S2": rows are sent again, activations copied. "S3": rows are copied, activations computed
+      again. "S4": rows are sent, and activations computed again; needs no memory of the host.
+    Under hooks for saved tensors (`save_on_cpu`, a checkpoint) all is kept, as these say. host_bytes: most bytes on the host of one
+    model's layers; None: no limit. Raises ConfigError.
+    """
+
+    parts: int = 1
+    split: str = "experts"
+    reuse: str = "keep"
+    host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        whole_number("parts", self.parts, least=1, most=MOST_PARTS)
+        choice("split", self.split, SPLITS)
+        choice("reuse", self.reuse, REUSES)
+        if self.host_bytes is not None:
+            whole_number("host_bytes", self.host_bytes)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.parts == 1 and self.reuse == "keep"
+
+    @property
+    def expert_parts(self) -> int:
+        return self.parts if self.split == "experts" else 1
+
+    @property
+    def chunks(self) -> int:
+        """Of tokens."""
+        return self.parts if self.split == "tokens" else 1
+
+    @property
+    def sends_again(self) -> bool:
+        """Whether backward sends rows again."""
+        return self.reuse in ("S2", "S4")
+
+    @property
+    def copies_rows(self) -> bool:
+        """Whether rows wait on the host."""
+        return self.reuse in ("S1", "S3")
+
+    @property
+    def computes_again(self) -> bool:
+        """Whether backward computes activations again."""
+        return self.reuse in ("S3", "S4")
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """What ranks compare."""
+        return self.parts, SPLITS.index(self.split), REUSES.index(self.reuse)
