@@ -1,6 +1,6 @@
 """Names under which torch's profiler sees what the client does; `ps.training.Timeline` looks for them.
 
-While no profiler runs a range is one look at a flag: `record_function` by itself costs a hundred times as much.
+While no profiler runs a range is one look at a flag, where `record_function` by itself would cost some thirty times as much.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-ROWS = "paramstore::rows"
-"""Rows of tokens are exchanged with other ranks, or waited for."""
+EXCHANGE = "paramstore::exchange"
+"""What other ranks send is waited for: rows, or the messages before them."""
 EXPERTS = "paramstore::experts"
 """Experts compute, forward or backward, from leases that are held."""
 ACQUIRE = "paramstore::acquire"

@@ -6,15 +6,15 @@ from contextlib import nullcontext
 
 from torch.profiler import ProfilerActivity, profile
 
-from paramstore_client.ranges import ROWS, named
+from paramstore_client.ranges import EXCHANGE, named
 
 
 def test_a_range_is_seen_by_a_profiler_that_runs() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as seen, named(ROWS):
+    with profile(activities=[ProfilerActivity.CPU]) as seen, named(EXCHANGE):
         pass
-    assert ROWS in {event.name for event in seen.events()}
+    assert EXCHANGE in {event.name for event in seen.events()}
 
 
 def test_a_range_without_a_profiler_is_the_same_empty_block_each_time() -> None:
-    assert isinstance(named(ROWS), nullcontext)
-    assert named(ROWS) is named(ROWS)
+    assert isinstance(named(EXCHANGE), nullcontext)
+    assert named(EXCHANGE) is named(EXCHANGE)

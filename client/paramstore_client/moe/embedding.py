@@ -79,7 +79,9 @@ class ColumnEmbedding(ShardedModule):
         super().__init__()
         self.num_embeddings = whole_number("num_embeddings", num_embeddings, least=1)
         self.embedding_dim = whole_number("embedding_dim", embedding_dim, least=1)
-        self._parallel = instance("parallel", parallel, TableRanks, "a ps.moe.ExpertParallel()")
+        if not isinstance(parallel, TableRanks):
+            raise wrong("parallel", parallel, "a ps.moe.ExpertParallel()")
+        self._parallel = parallel
         choice("reduce", reduce, ("mean", "sum"))
         self.reduce = reduce
         self.padding_idx = None if padding_idx is None else _place("padding_idx", padding_idx, self.num_embeddings)
@@ -127,7 +129,7 @@ class ColumnEmbedding(ShardedModule):
         """Draws the table from N(0, 1), with zeros at padding_idx, as `torch.nn.Embedding` does; of each row that this rank draws
         it keeps its columns. So ranks with one seed hold columns of one table."""
         local = self._local()
-        for rows in local.split(max(1, DRAWN_ELEMENTS // self.embedding_dim)):
+        for rows in torch.split(local, max(1, DRAWN_ELEMENTS // self.embedding_dim)):
             rows.copy_(torch.randn(len(rows), self.embedding_dim, device=rows.device, dtype=rows.dtype)[:, self.columns])
         if self.padding_idx is not None:
             local[self.padding_idx].zero_()
@@ -189,7 +191,7 @@ class ColumnEmbedding(ShardedModule):
             raise ConfigError(f"ids from {least} to {most}: the table has 0 to {self.num_embeddings - 1}")
 
     def _begin(self, exchange: Exchange, phase: Phase, *, records: bool = False) -> TableCall:
-        said = dict.fromkeys((field.name for field in fields(Header)), 0) | {
+        said: dict[str, Any] = dict.fromkeys((field.name for field in fields(Header)), 0) | {
             "phase": phase, "call": exchange.call_count, "layer": self.number, "dtype": DTYPES.index(self.weight.dtype),
             "width": self.embedding_dim, "records": int(records),
         }  # fmt: skip

@@ -92,7 +92,8 @@ class ExpertParallel:
             return None
         from torch.distributed.device_mesh import DeviceMesh
 
-        return DeviceMesh.from_group(self._group or dist.group.WORLD, device_type)
+        group: Any = self._group or dist.group.WORLD
+        return DeviceMesh.from_group(group, device_type)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         """Returns itself: a copy of a module shares the exchange."""

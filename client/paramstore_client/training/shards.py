@@ -53,7 +53,7 @@ def check_shards(modules: Sequence[ShardedModule], optimizer: torch.optim.Optimi
     own = {id(sentinel), *(id(module.weight) for module in modules)}
     has_mesh = any(_is_distributed(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in own)
     for module in modules:
-        what = f"attach: {type(module).__name__}({module.extra_repr()})"  # type: ignore[no-untyped-call]  # torch has no type for it
+        what = f"attach: {type(module).__name__}({module.extra_repr()})"
         if module.reduce != reduce:
             raise ConfigError(f"{what} has reduce={module.reduce!r}, attach reduce={reduce!r}: the dense gradients have one")
         if has_mesh and not _is_distributed(module.weight):

@@ -21,7 +21,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from paramstore.core import arguments
-from paramstore_client.ranges import ACQUIRE, EXPERTS, PUSH, ROWS
+from paramstore_client.ranges import ACQUIRE, EXCHANGE, EXPERTS, PUSH
 from paramstore_client.training.intervals import Interval, common, length, union
 
 COMPUTE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_dot_product", "aten::linear")
@@ -34,8 +34,8 @@ BUCKETS = (
 )  # fmt: skip
 """Names of what sums gradients over ranks, a bucket at a time: DDP's all-reduces, FSDP2's reduce-scatters, which gloo makes of
 all-reduces. Whatever else a loop reduces has these names too."""
-EXCHANGES = (ROWS, "gloo:all_to_all", "nccl:all_to_all", "ncclDevKernel_SendRecv")
-"""Names of expert-parallel exchanges: of rows, and of the messages before them."""
+EXCHANGES = (EXCHANGE, "gloo:all_to_all", "nccl:all_to_all", "ncclDevKernel_SendRecv")
+"""Names of expert-parallel exchanges, of rows and of the messages before them: under way, and waited for."""
 DAEMON_PID = 1 << 30
 """Process id of the daemon's row in the picture: a number that no process has."""
 LOADS = ("load_param", "load_working", "materialise", "advance")

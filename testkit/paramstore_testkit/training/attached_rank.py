@@ -23,10 +23,10 @@ import torch.distributed as dist
 import torch.utils.data
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -68,7 +68,8 @@ class Job:
         self.stored = make_stored(self.namespace, parallel=parallel if is_parallel else None)
         if has_columns:
             mesh = mesh_of_all() if wrap is shard else None
-            self.stored.embedding = ps.moe.ColumnEmbedding.from_embedding(self.stored.embedding, parallel=parallel, mesh=mesh)
+            columns: Any = ps.moe.ColumnEmbedding.from_embedding(self.stored.embedding, parallel=parallel, mesh=mesh)
+            self.stored.embedding = columns
         self.experts: Experts = bind(self.stored, self.namespace)
         self.model = wrap(self.stored)
         self.optimizer = adamw(self.model.parameters())
@@ -277,12 +278,13 @@ def commit_dense(job: Job) -> None:
     directory = [tempfile.mkdtemp() if job.rank == 0 else ""]
     dist.broadcast_object_list(directory)
     job.experts.commit(2, dense=directory[0])
-    table = job.stored.embedding.gathered()
+    columns: Any = job.stored.embedding
+    table = columns.gathered()
     job.train(1)
-    assert not torch.equal(job.stored.embedding.gathered(), table)
+    assert not torch.equal(columns.gathered(), table)
     job.experts.rollback()
     assert job.experts.load_dense() == 2
-    assert torch.equal(job.stored.embedding.gathered(), table)
+    assert torch.equal(columns.gathered(), table)
     (file,) = Path(directory[0]).iterdir()
     assert torch.equal(load_file(file)["embedding.weight"], table)
 
@@ -303,7 +305,7 @@ def look(job: Job) -> None:
     events = [event for event in picture["traceEvents"] if event.get("ph") == "X" and event.get("pid") != DAEMON_PID]
     base_us = picture["baseTimeNanoseconds"] / 1e3
     overlap = timeline.overlap
-    ours = [(name,) for name in (ranges.ROWS, ranges.EXPERTS, ranges.ACQUIRE, ranges.PUSH)]
+    ours = [(name,) for name in (ranges.EXCHANGE, ranges.EXPERTS, ranges.ACQUIRE, ranges.PUSH)]
     for names in (*ours, EXCHANGES, BUCKETS, DENSE if job.is_sharded else BUCKETS):
         found = [event for event in events if event["name"].startswith(names)]
         assert found, f"{names} in none of {sorted({event['name'] for event in events})}"
