@@ -192,6 +192,7 @@ class Scene:
             "device": "cpu", "experts_ahead": 1, "clock": None, "policy": "lru", "layer": 0, "expert_fn": None,
             "min_lease_slots": 0, "expert_memory": None, "residency": "auto", "dense": None, "directory": None, "cache_shape": None,
             "speculation": True, "parallel": None, "expert_parallel": None, "ExpertParallel.group": None,
+            "pipeline": None, "parts": 2, "split": "experts", "reuse": "S4", "host_bytes": 1 << 20,
             "num_embeddings": 4, "embedding_dim": 8, "padding_idx": None, "mesh": None, "embedding": torch.nn.Embedding(4, 8),
             "ColumnEmbedding.parallel": ps.moe.ExpertParallel(), "from_embedding.parallel": ps.moe.ExpertParallel(),
             "max_lease_slots": None, "heat": None, "reads": "host", "device_report.namespace": self.ns,
@@ -250,7 +251,7 @@ TORCHS = {"forward", "swiglu"}
 SUBJECTS: dict[str, Callable[[Scene], Any]] = {
     "ps": lambda scene: ps, "hf": lambda scene: ps.hf, "moe": lambda scene: ps.moe, "nn": lambda scene: ps.nn,
     "training": lambda scene: ps.training, "Store": lambda scene: scene.store,
-    "ExpertParallel": lambda scene: ps.moe.ExpertParallel(),
+    "ExpertParallel": lambda scene: ps.moe.ExpertParallel(), "Pipeline": lambda scene: ps.moe.Pipeline(),
     "ColumnEmbedding": lambda scene: ps.moe.ColumnEmbedding(4, 8, parallel=ps.moe.ExpertParallel()),
     "Namespace": lambda scene: scene.ns, "Lease": lambda scene: scene.lease, "Ticket": lambda scene: scene.ns.prefetch([(0, 1)]),
     "Schema": lambda scene: scene.ns.schema, "ServeOptions": lambda scene: ps.ServeOptions(),
