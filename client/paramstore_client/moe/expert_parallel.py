@@ -28,7 +28,7 @@ class ExpertParallel:
 
     group: a group of torch.distributed whose ranks take part, used by nothing else; None: one of all ranks is made, by the first
     layer. In a process without torch.distributed, or alone in its group, it changes nothing.
-    timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as long as the daemon waits, or WAIT_S.
+    timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as the daemon; without one 60.
     pipeline: how a layer is split, so that exchanges stand beside computing, and what it keeps for backward; None: neither.
 
     Every rank calls the same layers in one order, with tokens or without, as many times forward and backward. One object serves
