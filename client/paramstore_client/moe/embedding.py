@@ -95,7 +95,7 @@ class ColumnEmbedding(ShardedModule):
         """Those of the whole table that this rank holds."""
         try:
             local = torch.empty(self.num_embeddings, width, device=device, dtype=dtype)
-        except (TypeError, RuntimeError, AssertionError) as error:  # the last where torch has no CUDA
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:  # the last where torch has no CUDA
             raise ConfigError(f"ColumnEmbedding: device={device!r}, dtype={dtype!r}: {error}") from error
         if local.dtype not in DTYPES:
             raise wrong("dtype", dtype, f"one of {', '.join(map(str, DTYPES))}")

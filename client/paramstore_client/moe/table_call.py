@@ -69,7 +69,7 @@ class TableCall:
         """The parts of a gradient in the order in which `to_columns` sends them."""
         count = len(grad_nH)
         width = grad_nH.shape[1] // self.world_size
-        return grad_nH.reshape(count, self.world_size, width).transpose(0, 1).reshape(self.world_size * count, width)
+        return grad_nH.reshape(count, self.world_size, width).transpose(0, 1).reshape(self.world_size * count, width).contiguous()
 
     def to_columns(self, sent: Tensor) -> Tensor:
         """[N, C]: the gradients of this rank's columns for the ids of all."""

@@ -109,6 +109,17 @@ def test_backwards_add_up_and_a_mean_is_divided_by_the_ranks() -> None:
         assert torch.equal(mean, once[:, half])  # two backwards, and two ranks
 
 
+def test_a_gradient_that_is_one_number_over_and_over_travels_too() -> None:
+    def rank(exchange: FlatExchange) -> Tensor | None:
+        columns = table(exchange, Job().whole())
+        good(columns, exchange).sum().backward()
+        return columns.weight.grad
+
+    for grad in of_all(run_ranks(2, rank)):
+        assert grad is not None
+        assert torch.equal(grad.sum(dim=1), torch.tensor([0.0, 2.0, 2.0] + [0.0] * (IDS - 3)) * WIDTH / 2)
+
+
 def test_the_norm_counts_each_rank_s_columns_once_and_is_the_same_on_all() -> None:
     job = Job()
 
