@@ -121,7 +121,7 @@ class ParallelLayer(ParallelRows):
                 self._placement.experts, top_k, slots, self._digest, int(records), *pipeline.numbers,
             )  # fmt: skip
         self._exchange.call_count += 1
-        told = exchange.alike(messages(header, outgoing.counts, device=device)).cpu()
+        told = exchange.alike(messages(header, exchange.world_size, counts=outgoing.counts, device=device)).cpu()
         check_told(told, this=exchange.rank)
         numbers = len(outgoing.counts[exchange.rank])  # of this rank's groups: all tell it as many
         counts_WG = torch.cat([told[:, TOLD_AT:], *self._rest(outgoing, device)], dim=1)[:, :numbers]

@@ -319,9 +319,3 @@ def test_a_second_derivative_is_refused_on_all_ranks() -> None:
             y.sum().backward(create_graph=True)
 
     of_all(run_ranks(2, rank))
-
-
-@pytest.mark.parametrize("number", [{"parts": 0}, {"parts": 65}, {"split": "rows"}, {"reuse": "S5"}, {"host_bytes": -1}], ids=str)
-def test_what_is_no_pipeline_is_refused(number: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(number))):
-        Pipeline(**number)
