@@ -32,6 +32,7 @@ from paramstore_client.handle.ranks import ALONE, Rank
 from paramstore_client.handle.residency import Residency
 from paramstore_client.handle.steps import Refreshed, Steps
 from paramstore_client.handle.updates import Updates
+from paramstore_client.ranges import ACQUIRE, named
 from paramstore_client.source import LeaseKeeper
 
 if TYPE_CHECKING:
@@ -124,7 +125,8 @@ class Namespace(Updates, Residency, Steps):
     def _acquire(self, keys: Iterable[ExpertKey], part: str, timeout_s: float | None) -> Lease:
         ticket = self.begin_acquire(keys, part, timeout_s)
         try:
-            return ticket.wait()
+            with named(ACQUIRE):
+                return ticket.wait()
         except BaseException:
             ticket.abandon()
             raise

@@ -23,7 +23,10 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 KINDS = ("ddp", "nested", "fsdp2", "early ddp", "early fsdp2", "checkpoint", "trainer")
 """The last one lets transformers and accelerate set up what they like."""
-MODES = (*KINDS, *(f"parallel {kind}" for kind in KINDS), "parallel replicas ddp", "parallel replicas fsdp2")
+MODES = (
+    *KINDS, *(f"parallel {kind}" for kind in KINDS), "parallel replicas ddp", "parallel replicas fsdp2", "parallel timeline",
+    "parallel timeline fsdp2", "columns ddp", "columns fsdp2", "columns early ddp", "parallel columns checkpoint", "columns dense",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -194,6 +194,8 @@ class Scene:
             "speculation": True, "parallel": None, "expert_parallel": None, "ExpertParallel.group": None, "placement": {},
             "ranks": ((0,),), "batches": [4, 2], "pipeline": None, "parts": 2, "split": "experts", "reuse": "S4",
             "Pipeline.host_bytes": 1 << 20,
+            "num_embeddings": 4, "embedding_dim": 8, "padding_idx": None, "mesh": None, "embedding": torch.nn.Embedding(4, 8),
+            "ColumnEmbedding.parallel": ps.moe.ExpertParallel(), "from_embedding.parallel": ps.moe.ExpertParallel(),
             "max_lease_slots": None, "heat": None, "reads": "host", "device_report.namespace": self.ns,
             "param_schema.fields": {"w": ((2,), "float32")}, "Schema.param.fields": {"w": ((2,), "float32")},
             "Schema.check_options.options": ps.AdamW(), "RingMemory.layers": None, "RingMemory.experts": [1],
@@ -236,7 +238,8 @@ FOR_US = {
     "DeviceTier.end_visit", "DeviceTier.skip", "ExpertBuffer.skip", "ExpertSchedule.following", "Namespace.begin_await_step",
     "Namespace.acquire_arriving", "RingMemory.acquire_arriving", "RingMemory.waiting", "ExpertBuffer.acquire_arriving",
     "ExpertBuffer.lacking", "DeviceTier.acquire_arriving", "DeviceTier.lacking", "DeviceTier.let_in", "DeviceTier.let_out",
-    "ExpertParallel.layer",
+    "ExpertParallel.layer", "ExpertParallel.mesh", "ColumnEmbedding.named_parameters", "ColumnEmbedding.named_buffers",
+    "ColumnEmbedding.norm_of",
 }  # fmt: skip
 """Methods that only other parts of the client call."""
 NOT_LOOKED_AT = {("RingMemory", "clock"), ("launched", "environment")} | {
@@ -251,6 +254,7 @@ SUBJECTS: dict[str, Callable[[Scene], Any]] = {
     "training": lambda scene: ps.training, "Store": lambda scene: scene.store,
     "ExpertParallel": lambda scene: ps.moe.ExpertParallel(), "Pipeline": lambda scene: ps.moe.Pipeline(),
     "Placement": lambda scene: ps.moe.Placement.in_order(1, 1),
+    "ColumnEmbedding": lambda scene: ps.moe.ColumnEmbedding(4, 8, parallel=ps.moe.ExpertParallel()),
     "Namespace": lambda scene: scene.ns, "Lease": lambda scene: scene.lease, "Ticket": lambda scene: scene.ns.prefetch([(0, 1)]),
     "Schema": lambda scene: scene.ns.schema, "ServeOptions": lambda scene: ps.ServeOptions(),
     "RingMemory": lambda scene: scene.ring(), "DeviceTier": lambda scene: scene.tier(),

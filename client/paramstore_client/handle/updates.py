@@ -18,6 +18,7 @@ from paramstore_client.handle.base import ANSWER_GRACE_S, Handle, plain_keys
 from paramstore_client.handle.given_heat import Heat, packed_heat
 from paramstore_client.handle.initial_values import PUTS_IN_FLIGHT, InitialValue, put_initial_values
 from paramstore_client.handle.initialization import Initialization
+from paramstore_client.ranges import PUSH, named
 
 
 class Updates(Handle):
@@ -88,7 +89,8 @@ class Updates(Handle):
         self._check_open()
         self._check_writes("push")
         mapping("gradients", gradients, "{key: {field: tensor}}")
-        self._pending.push(dict(zip(plain_keys(gradients), gradients.values(), strict=True)), announce)
+        with named(PUSH):
+            self._pending.push(dict(zip(plain_keys(gradients), gradients.values(), strict=True)), announce)
 
     def before_push(self, fn: Callable[[], object]) -> Callable[[], object]:
         """Has `fn()` called first in every push of this handle, by the pushing thread; what it raises ends the push. Returns the

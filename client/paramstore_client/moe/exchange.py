@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paramstore.core.placement import ranks_named
 from paramstore.errors import ParamStoreError, RankLost, StepMismatch
+from paramstore_client.ranges import EXCHANGE, named
 
 ROLL_S = 1.0
 """Longest that the others of a broken exchange are waited for, to say who is left."""
@@ -171,5 +172,6 @@ class _Started(Arriving):
         exchange.carry_out(begin)
 
     def wait(self) -> Tensor:
-        self._exchange.carry_out(self._work.wait)
+        with named(EXCHANGE):
+            self._exchange.carry_out(self._work.wait)
         return self._received

@@ -20,6 +20,9 @@ from paramstore_client.moe.pipeline_plan import Pipeline
 from paramstore_client.moe.placing import check_fits, place, rebalance
 from paramstore_client.source import ExpertSource
 
+WAIT_S = 60.0
+"""Longest that ranks wait for each other where no daemon says how long it waits, in seconds."""
+
 
 class ExpertParallel:
     """Lets the ranks of a job share the experts of each layer: tokens travel to the rank that computes their expert, and what it
@@ -30,7 +33,7 @@ class ExpertParallel:
     layer. In a process without torch.distributed, or alone in its group, it changes nothing.
     placement: which ranks compute each expert: a `Placement` of all layers, or one for each layer by its index; of layers that it
     does not name, and for None, the experts lie in order: each rank has a run of consecutive ones.
-    timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as long as the daemon waits.
+    timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as the daemon; without one 60.
     pipeline: how a layer is split, so that exchanges stand beside computing, and what it keeps for backward; None: neither.
 
     Every rank calls the same layers in one order, with tokens or without, as many times forward and backward. One object serves
@@ -58,17 +61,19 @@ class ExpertParallel:
         self._arena = HostArena(self._pipeline.host_bytes)
         self._exchange: Exchange | None = None
         self._has_met = False
+        self._handle: Any = None
+        """Of the namespace whose daemon knows which rank is gone; None where there are only tables."""
+        self.table_count = 0
 
     def layer(self, source: ExpertSource, layer: int) -> ParallelLayer | None:
         """What `layer` of `source` exchanges rows by; None where this rank is alone. Every rank calls it, for each layer, in one
         order. Raises ConfigError where the namespace was opened for other ranks than the group has."""
         handle: Any = getattr(source, "namespace", source)
-        if not self._has_met:
-            self._exchange = self._met(handle)
-            self._has_met = True
-        if self._exchange is None:
+        self._handle = handle
+        exchange = self.meet()
+        if exchange is None:
             return None
-        ranks, size = handle.world_size if _writes(handle) else self._exchange.world_size, self._exchange.world_size
+        ranks, size = handle.world_size if _writes(handle) else exchange.world_size, exchange.world_size
         if ranks != size:
             raise ConfigError(
                 f"expert_parallel: its group has {size} ranks, the namespace was opened for {ranks}: open it with rank= and "
@@ -77,7 +82,7 @@ class ExpertParallel:
         placed = self._placement_of(layer) or Placement.in_order(source.experts, size)
         check_fits(placed, layer, experts=source.experts, world_size=size)
         made = self._layers[layer] = ParallelLayer(
-            self._exchange, placed, source, layer, step=partial(_step_of, handle), pipeline=self._pipeline, arena=self._arena
+            exchange, placed, source, layer, step=partial(_step_of, handle), pipeline=self._pipeline, arena=self._arena
         )
         return made
 
@@ -109,11 +114,37 @@ class ExpertParallel:
         """
         return {} if self._exchange is None else rebalance(self._exchange, self._layers)
 
-    def _met(self, handle: Any) -> Exchange | None:
-        """The exchange of all ranks; None where this one is alone. Raises StepMismatch where not all of them come in time."""
-        if not dist.is_available() or not dist.is_initialized():
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """This rank's number, and how many take part."""
+        return (dist.get_rank(self._group), dist.get_world_size(self._group)) if _is_job() else (0, 1)
+
+    def meet(self) -> Exchange | None:
+        """The exchange of all ranks, which the first call makes; None where this one is alone. Raises StepMismatch where not all
+        of them come in time."""
+        if not self._has_met:
+            self._exchange = self._met()
+            self._has_met = True
+        return self._exchange
+
+    def mesh(self, device_type: str) -> Any:
+        """The ranks as a mesh of torch's; None where this one is alone."""
+        if self.ranks[1] == 1:
             return None
-        timeout_s = float(handle.wait_timeout_s) if self._timeout_s is None else self._timeout_s
+        from torch.distributed.device_mesh import DeviceMesh
+
+        group: Any = self._group or dist.group.WORLD
+        return DeviceMesh.from_group(group, device_type)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        """Returns itself: a copy of a module shares the exchange."""
+        return self
+
+    def _met(self) -> Exchange | None:
+        if not _is_job():
+            return None
+        known_s = WAIT_S if self._handle is None else float(self._handle.wait_timeout_s)
+        timeout_s = known_s if self._timeout_s is None else self._timeout_s
         limit = datetime.timedelta(seconds=timeout_s)
         try:
             group = self._group or dist.new_group(timeout=limit)
@@ -127,7 +158,11 @@ class ExpertParallel:
             ) from error
         c10d = dist.distributed_c10d
         store = c10d.PrefixStore(f"paramstore/moe/{group.group_name}", c10d._get_default_store())
-        return FlatExchange(group, rows, store, timeout_s=timeout_s, lost=partial(_loss_of, handle))
+        return FlatExchange(group, rows, store, timeout_s=timeout_s, lost=lambda: _loss_of(self._handle))
+
+
+def _is_job() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _checked(placement: object) -> Placement | dict[int, Placement]:

@@ -31,7 +31,8 @@ UNKNOWN = len(DTYPES)
 
 class Phase(enum.IntEnum):
     """What a header stands before: rows on their way to their experts, what these gave on its way back, and gradients of both; or
-    another placement of experts; or, before FORWARD, how many rows ranks have for experts with replicas."""
+    another placement of experts; or, before FORWARD, how many rows ranks have for experts with replicas; of a table whose columns
+    are spread, ids, columns, their gradients, a norm, the whole table."""
 
     FORWARD = 0
     RETURN = 1
@@ -39,6 +40,11 @@ class Phase(enum.IntEnum):
     RETURN_BACKWARD = 3
     PLACE = 4
     REPLICAS = 5
+    IDS = 6
+    COLUMNS = 7
+    COLUMNS_BACKWARD = 8
+    NORM = 9
+    TABLE = 10
 
 
 @dataclass(frozen=True, slots=True)

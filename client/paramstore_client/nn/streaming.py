@@ -31,6 +31,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.errors import ConfigError
 from paramstore_client.nn.routing import Block, ExpertFn, split_rows
 from paramstore_client.nn.weight_views import Identities, WeightView, find_view
+from paramstore_client.ranges import EXPERTS, named
 from paramstore_client.source import ExpertSource, WeightLease, load_ahead
 
 
@@ -185,7 +186,8 @@ class LayerCall:
                 self._prefetch_beside(part, index + 1, self._forward_hint)
                 weights = _weights_of(part, lease)
                 _check_device(part.keys[0], weights[part.blocks[0].expert], x)
-                y += self._record_part(part, weights, x, wants_x=wants_x)
+                with named(EXPERTS):
+                    y += self._record_part(part, weights, x, wants_x=wants_x)
                 del weights
         return torch.cat(y), self._saved.take_activations()
 
@@ -199,7 +201,7 @@ class LayerCall:
                 with self._source.acquire(part.keys) as lease:
                     self._identities.check(part.keys, lease)
                     self._prefetch_beside(part, index - 1, self._backward_hint)
-                    with self._saved.opened(_weights_of(part, lease)):
+                    with self._saved.opened(_weights_of(part, lease)), named(EXPERTS):
                         rows, gradients = self._differentiate_part(part, grad_parts[index])
                 grad_x[:0] = rows
                 if gradients:
@@ -221,7 +223,8 @@ class LayerCall:
                     load_ahead(self._source, self._forward_hint(room))
                 weights, position = lease[key], position_of[key]
                 _check_device(key, weights, x_ND)
-                y[position] = self._expert_fn(rows[position], weights)
+                with named(EXPERTS):
+                    y[position] = self._expert_fn(rows[position], weights)
                 del weights
         return torch.cat(y)
 

@@ -1,7 +1,8 @@
 """Makes an optimizer's step the experts' step too: acts at each forward, backward and `optimizer.step()` while attached.
 
-After a backward the experts' norm lies in the sentinel's gradient. Whoever clips or unscales the gradients scales it with the
-others; at the step the quotient of the two is the experts' coefficient. What is pending goes through three states:
+After a backward the experts' norm, and that of `shards`, lies in the sentinel's gradient. Whoever clips or unscales the gradients
+scales it with the others; at the step the quotient of the two is the experts' coefficient, and the shards'. What is pending goes
+through three states:
 
 - *empty*: no norm is reported.
 - *reported*: pending gradients have their norm in the sentinel. A backward adds and reports anew; a step applies. If the
@@ -26,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from paramstore.errors import StepFailed, StepMismatch
 from paramstore_client.training.options import MainGroup, holds_any
 from paramstore_client.training.sentinel import ExpertSentinel
+from paramstore_client.training.shards import HeldShards, before_step
 from paramstore_client.training.updates import ExpertUpdates
 from paramstore_client.training.updates_in_backward import UpdatesInBackward
 
@@ -46,14 +48,15 @@ class Attachment:
 
     def __init__(
         self, experts: ExpertUpdates, sentinel: ExpertSentinel, optimizer: torch.optim.Optimizer, main: MainGroup,
-        early: UpdatesInBackward | None = None,
+        early: UpdatesInBackward | None = None, shards: HeldShards | None = None,
     ) -> None:  # fmt: skip
-        """early: None unless updates begin in backward."""
+        """early: None unless updates begin in backward. shards: those whose gradients are held; None holds none."""
         self._experts = experts
         self._module = sentinel
         self._optimizer = optimizer
         self._main = main
         self.early = early
+        self._shards = shards or HeldShards(())
         self._state = _State.EMPTY
         self._norm = 0.0
         self._backwards = 0
@@ -67,6 +70,7 @@ class Attachment:
         noted = weakref.WeakMethod(self._note_step)
         self._removals: list[Callable[[], object]] = [
             experts.namespace.before_push(self._before_push),
+            optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
             optimizer.register_load_state_dict_pre_hook(self._before_load).remove,
             register_optimizer_step_post_hook(lambda stepped, *_: (note := noted()) and note(stepped)).remove,
@@ -78,6 +82,7 @@ class Attachment:
             self.early.remove()
         for removal in self._removals:
             removal()
+        self._shards.give(1.0)
         self._module.listener = None
         self._module.sentinel.grad = None
 
@@ -115,7 +120,7 @@ class Attachment:
                 f"backward after the gradients were scaled by {coefficient:g}: the experts' pending gradients were not; clip or "
                 "unscale once, after the last backward before optimizer.step()"
             )
-        self._norm = self._experts.gradient_norm() if self.early is None else self.early.after_backward()
+        self._norm = self._pending_norm() if self.early is None else self.early.after_backward()
         self._match_mesh()
         sentinel = self._module.sentinel.requires_grad_()  # only from now on: DDP, which was made before, must not wait for it
         gradient = _like(sentinel, self._norm)
@@ -124,7 +129,19 @@ class Attachment:
         self._state = _State.REPORTED
         self._backwards += 1
 
+    def _pending_norm(self) -> float:
+        """The norm of the experts' gradients and the held ones, of all ranks."""
+        held, norm = self._shards.take(), self._experts.gradient_norm()
+        return math.sqrt(norm * norm + held * held) if held else norm
+
     # --- the optimizer
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named: dict[str, Any]) -> Any:
+        return before_step(self._give_shards, arguments, named)
+
+    def _give_shards(self) -> None:
+        if self._state is _State.REPORTED and self._module.sentinel.grad is not None:
+            self._shards.give(self._coefficient())
 
     def _after_step(self, optimizer: torch.optim.Optimizer, arguments: Any, named_arguments: Any) -> None:
         with torch.no_grad():
@@ -199,6 +216,7 @@ class Attachment:
 
     def _drop(self, reason: str) -> None:
         dropped = self._experts.abort()
+        self._shards.drop()
         self._state, self._backwards = _State.EMPTY, 0
         _log.info("gradients of %d experts dropped: %s", dropped, reason)
 

@@ -11,13 +11,11 @@ from paramstore.errors import ConfigError, SchemaMismatch
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.device.visit_order import declare_order
 from paramstore_client.namespace import Namespace
+from paramstore_client.nn.sharded import DDP_IGNORES, leave_out_of_ddp
 from paramstore_client.nn.stored_experts import StoredExperts
 from paramstore_client.training.experts import Experts
 from paramstore_client.training.options import refuse_fsdp1
 from paramstore_client.training.sentinel import CHILD_NAME, ExpertSentinel
-
-_DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""Attribute that DDP reads from the module that it wraps (torch/nn/parallel/distributed.py)."""
 
 
 def bind(model: nn.Module, namespace: Namespace) -> Experts:
@@ -45,7 +43,8 @@ def bind(model: nn.Module, namespace: Namespace) -> Experts:
     declare_order(namespace)
     sentinel = ExpertSentinel()
     model.add_module(CHILD_NAME, sentinel)
-    setattr(model, _DDP_IGNORES, [*getattr(model, _DDP_IGNORES, ()), f"{CHILD_NAME}.sentinel"])
+    leave_out_of_ddp(model)
+    setattr(model, DDP_IGNORES, [*getattr(model, DDP_IGNORES), f"{CHILD_NAME}.sentinel"])
     for layer in layers:
         layer.anchor = partial(sentinel.anchor, layer.layer)
     sentinel.experts = experts = Experts(namespace, sentinel, model)

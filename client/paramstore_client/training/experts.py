@@ -21,11 +21,13 @@ from paramstore_client.connection.ticket import Ticket
 from paramstore_client.handle.dense_part import DensePart, callers_extra
 from paramstore_client.handle.origin import Origin
 from paramstore_client.namespace import Namespace
+from paramstore_client.nn.sharded import sharded_modules
 from paramstore_client.training.attachment import Attachment
 from paramstore_client.training.checkpoint import Manifest, check_committed, roll_to
 from paramstore_client.training.dense_files import DenseFiles, opened
 from paramstore_client.training.options import MainGroup, options_class, trains_adapters, unwrapped
 from paramstore_client.training.sentinel import ExpertSentinel
+from paramstore_client.training.shards import HeldShards, check_shards
 from paramstore_client.training.unattached import Unattached
 from paramstore_client.training.updates import ExpertUpdates, Reduce
 from paramstore_client.training.updates_in_backward import UpdatesInBackward
@@ -95,11 +97,13 @@ class Experts(ExpertUpdates):
         main = MainGroup(
             inner, self.namespace.schema, sentinel=self.sentinel.sentinel, index=group, weight_decay=weight_decay
         )
+        tables = [] if model is None else sharded_modules(model)
+        check_shards(tables, inner, reduce=reduce, sentinel=self.sentinel.sentinel)
         if updates_in_backward:
             self.namespace.reserve_room()
         self.reduce = reduce
         early = UpdatesInBackward(self, main) if updates_in_backward else None
-        self._attachment = Attachment(self, self.sentinel, inner, main, early)
+        self._attachment = Attachment(self, self.sentinel, inner, main, early, None if updates_in_backward else HeldShards(tables))
         self.sentinel.is_left_alone = False
 
     def detach(self) -> None:

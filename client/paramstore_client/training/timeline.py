@@ -1,4 +1,5 @@
-"""One picture of a few training steps: what the model computed, what the dense shards fetched, what the store moved.
+"""One picture of a few training steps: what the model and its experts computed, what ranks fetched, summed and exchanged, what
+the store moved.
 
 A `Timeline` joins torch's profiler with the daemon's log of transfers into one Chrome trace (open it in Perfetto or
 chrome://tracing), on one clock: both processes run on one node, so CLOCK_MONOTONIC is theirs in common. Its report says how much of
@@ -20,12 +21,21 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from paramstore.core import arguments
+from paramstore_client.ranges import ACQUIRE, EXCHANGE, EXPERTS, PUSH
 from paramstore_client.training.intervals import Interval, common, length, union
 
 COMPUTE = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm", "aten::_scaled_dot_product", "aten::linear")
 """Ops whose time counts as computing: the matrix products, which are nearly all of a step's work."""
 DENSE = ("gloo:all_gather", "gloo:_allgather_base", "nccl:all_gather", "nccl:_all_gather_base", "ncclDevKernel_AllGather")
-"""Names under which the profiler sees FSDP2's unsharding of dense slices."""
+"""Names under which the profiler sees FSDP2's unsharding of dense slices: its fused gathers."""
+BUCKETS = (
+    "gloo:all_reduce", "gloo:reduce", "nccl:all_reduce", "nccl:_reduce_scatter_base", "nccl:reduce_scatter",
+    "ncclDevKernel_AllReduce", "ncclDevKernel_ReduceScatter",
+)  # fmt: skip
+"""Names of what sums gradients over ranks, a bucket at a time: DDP's all-reduces, FSDP2's reduce-scatters, which gloo makes of
+all-reduces. Whatever else a loop reduces has these names too."""
+EXCHANGES = (EXCHANGE, "gloo:all_to_all", "nccl:all_to_all", "ncclDevKernel_SendRecv")
+"""Names of expert-parallel exchanges, of rows and of the messages before them: under way, and waited for."""
 DAEMON_PID = 1 << 30
 """Process id of the daemon's row in the picture: a number that no process has."""
 LOADS = ("load_param", "load_working", "materialise", "advance")
@@ -57,11 +67,18 @@ class Beside:
 @dataclass(frozen=True, slots=True)
 class Overlap:
     """How moving overlapped with computing. compute_s: all computing. dense: unsharding of dense slices, the horizontal dimension;
+    buckets: gradients summed over ranks; exchanges: tokens on their way to other ranks' experts, and back;
     prefetches: experts loaded ahead of use, the vertical one; demands: experts a layer waited for; write_backs: records written;
-    updates: records that an optimizer stepped. transfers_dropped: moves that the daemon's log had no room for."""
+    updates: records that an optimizer stepped. experts_s: in which experts computed; acquires_s: in which a lease was waited for;
+    pushes_s: in which gradients were pushed. transfers_dropped: moves that the daemon's log had no room for."""
 
     compute_s: float
+    experts_s: float
+    acquires_s: float
+    pushes_s: float
     dense: Beside
+    buckets: Beside
+    exchanges: Beside
     prefetches: Beside
     demands: Beside
     updates: Beside
@@ -135,8 +152,7 @@ def _names(moves: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def find_overlap(events: Iterable[Mapping[str, Any]], moves: Iterable[Mapping[str, Any]], *, dropped: int) -> Overlap:
     """How much of each kind of moving lies beside computing. events: those of torch's profiler; moves: as the picture has them."""
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    compute = union(_intervals(event for event in whole if str(event["name"]).startswith(COMPUTE)))
-    dense = _intervals(event for event in whole if str(event["name"]).startswith(DENSE))
+    compute = union(_named(whole, *COMPUTE))
     moves = list(moves)
 
     def beside(intervals: Iterable[Interval]) -> Beside:
@@ -152,9 +168,17 @@ def find_overlap(events: Iterable[Mapping[str, Any]], moves: Iterable[Mapping[st
         )  # fmt: skip
 
     return Overlap(
-        compute_s=length(compute), dense=beside(dense), prefetches=moved(LOADS, "prefetch"), demands=moved(LOADS, "demand"),
+        compute_s=length(compute), experts_s=length(union(_named(whole, EXPERTS))),
+        acquires_s=length(union(_named(whole, ACQUIRE))), pushes_s=length(union(_named(whole, PUSH))),
+        dense=beside(_named(whole, *DENSE)), buckets=beside(_named(whole, *BUCKETS)), exchanges=beside(_named(whole, *EXCHANGES)),
+        prefetches=moved(LOADS, "prefetch"), demands=moved(LOADS, "demand"),
         updates=moved(("update",)), write_backs=moved(("write",)), transfers_dropped=dropped,
     )  # fmt: skip
+
+
+def _named(events: Iterable[Mapping[str, Any]], *names: str) -> list[Interval]:
+    """The intervals of the events whose names begin with one of `names`."""
+    return _intervals(event for event in events if str(event["name"]).startswith(names))
 
 
 def _intervals(events: Iterable[Mapping[str, Any]]) -> list[Interval]:

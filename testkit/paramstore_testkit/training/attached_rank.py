@@ -8,27 +8,34 @@ has a namespace of its own; rank 0 writes a mode's name to stdout when all ranks
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils.data
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import paramstore_client as ps
+from paramstore_client import ranges
 from paramstore_client.training import Experts, bind, launched
+from paramstore_client.training.timeline import BUCKETS, DAEMON_PID, DENSE, EXCHANGES
 from paramstore_testkit.training.toy_moe import (
     EXPERTS,
     FIELDS,
@@ -50,12 +57,19 @@ class Job:
 
     def __init__(
         self, store: ps.Store, name: str, wrap: Callable[[nn.Module], nn.Module], *, updates_in_backward: bool = False,
-        is_parallel: bool = False, placement: ps.moe.Placement | None = None,
+        is_parallel: bool = False, has_columns: bool = False, placement: ps.moe.Placement | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.namespace = self._open(store, name)
-        self.is_parallel = is_parallel
-        self.stored = make_stored(self.namespace, parallel=ps.moe.ExpertParallel(placement=placement) if is_parallel else None)
+        self.is_sharded = wrap is shard
+        self.is_exact = not (is_parallel or has_columns)
+        self.store = store
+        parallel = ps.moe.ExpertParallel(placement=placement)
+        self.stored = make_stored(self.namespace, parallel=parallel if is_parallel else None)
+        if has_columns:
+            mesh = mesh_of_all() if wrap is shard else None
+            columns: Any = ps.moe.ColumnEmbedding.from_embedding(self.stored.embedding, parallel=parallel, mesh=mesh)
+            self.stored.embedding = columns
         self.experts: Experts = bind(self.stored, self.namespace)
         self.model = wrap(self.stored)
         self.optimizer = adamw(self.model.parameters())
@@ -100,10 +114,11 @@ class Job:
 
     def check(self, *, rtol: float = 0.0, atol: float = 0.0) -> None:
         """Checks that dense weights and experts are those of the resident model, which adds one rank's gradients to the other's:
-        bit for bit but for expert-parallel ranks, where an expert multiplies the tokens of all at once."""
-        if self.is_parallel:
+        bit for bit but for expert-parallel ranks, where an expert multiplies the tokens of all at once, and a table whose columns
+        are spread, which adds up the tokens of all at once."""
+        if not self.is_exact:
             rtol, atol = CLOSE["rtol"], CLOSE["atol"]
-        values = {name: _whole(value) for name, value in self.stored.named_parameters() if "sentinel" not in name}
+        values = {name: _whole(value) for name, value in self.stored.state_dict().items()}
         for layer, expert in self.namespace.space:
             record = self.namespace.read((layer, expert))
             values |= {f"layers.{layer}.weights.{expert}.{name}": record[f"master/{name}"] for name in FIELDS}
@@ -117,12 +132,17 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+@cache
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
 def shard(model: nn.Module) -> nn.Module:
     """Applies FSDP2 layer by layer, as users do, without a word about experts."""
     assert isinstance(model, ToyMoE)
     for router in model.routers:
-        fully_shard(router)
-    fully_shard(model)
+        fully_shard(router, mesh=mesh_of_all())
+    fully_shard(model, mesh=mesh_of_all())
     return model
 
 
@@ -252,8 +272,51 @@ def trainer(job: Job) -> None:
     assert job.namespace.steps() == [3, steps]
 
 
+def commit_dense(job: Job) -> None:
+    """Commits with a file of the dense weights, goes on, and goes back; the table is whole in the file."""
+    job.train(2)
+    directory = [tempfile.mkdtemp() if job.rank == 0 else ""]
+    dist.broadcast_object_list(directory)
+    job.experts.commit(2, dense=directory[0])
+    columns: Any = job.stored.embedding
+    table = columns.gathered()
+    job.train(1)
+    assert not torch.equal(columns.gathered(), table)
+    job.experts.rollback()
+    assert job.experts.load_dense() == 2
+    assert torch.equal(columns.gathered(), table)
+    (file,) = Path(directory[0]).iterdir()
+    assert torch.equal(load_file(file)["embedding.weight"], table)
+
+
 def keep(model: nn.Module) -> nn.Module:
     return model
+
+
+def look(job: Job) -> None:
+    """Trains under a timeline, which shows each kind of what ranks do, where it can have been."""
+    path = Path(tempfile.mkdtemp(), "trace.json")
+    job.train(1)
+    began_us = time.time() * 1e6
+    with ps.training.Timeline(job.store, path) as timeline:
+        job.train(2)
+    ended_us = time.time() * 1e6
+    picture = json.loads(path.read_text())
+    events = [event for event in picture["traceEvents"] if event.get("ph") == "X" and event.get("pid") != DAEMON_PID]
+    base_us = picture["baseTimeNanoseconds"] / 1e3
+    overlap = timeline.overlap
+    ours = [(name,) for name in (ranges.EXCHANGE, ranges.EXPERTS, ranges.ACQUIRE, ranges.PUSH)]
+    for names in (*ours, EXCHANGES, BUCKETS, DENSE if job.is_sharded else BUCKETS):
+        found = [event for event in events if event["name"].startswith(names)]
+        assert found, f"{names} in none of {sorted({event['name'] for event in events})}"
+        assert all(began_us <= event["ts"] + base_us <= event["ts"] + event["dur"] + base_us <= ended_us for event in found)
+    assert overlap.experts_s > 0 < overlap.acquires_s
+    assert overlap.pushes_s > 0 < overlap.updates.seconds
+    for each in (overlap.exchanges, overlap.buckets):
+        assert 0 <= each.beside_compute_s <= each.seconds <= (ended_us - began_us) / 1e6
+    assert overlap.exchanges.seconds > 0 < overlap.buckets.seconds
+    assert (overlap.dense.seconds > 0) == job.is_sharded
+    job.check()
 
 
 MODES: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[Job], None]]] = {
@@ -265,9 +328,14 @@ MODES: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[Job], None]]]
     "restart": (replicate, restart),
     "early ddp": (replicate, train_early),
     "early fsdp2": (shard, train_early),
+    "dense": (replicate, commit_dense),
+    "timeline": (replicate, look),
+    "timeline fsdp2": (shard, look),
 }
 PARALLEL, REPLICAS = "parallel ", "parallel replicas "
 """Before a mode: experts are spread over the ranks; and the first of them lies on all ranks."""
+COLUMNS = "columns "
+"""Before a mode: the embedding's columns are spread over the ranks."""
 
 
 def _placement(mode: str) -> ps.moe.Placement | None:
@@ -282,14 +350,14 @@ def main() -> None:
     dist.init_process_group("gloo")
     try:
         for mode in modes[:1] if modes[0].endswith("restart") else modes:
-            kind = mode.removeprefix(REPLICAS).removeprefix(PARALLEL)
+            kind = mode.removeprefix(REPLICAS).removeprefix(PARALLEL).removeprefix(COLUMNS)
             wrap, act = MODES[kind]
             torch.manual_seed(0)
             with ps.connect(address) as store:
                 act(
                     Job(
                         store, mode.replace(" ", "-"), wrap, updates_in_backward=kind.startswith("early"),
-                        is_parallel=mode.startswith(PARALLEL), placement=_placement(mode),
+                        is_parallel=mode.startswith(PARALLEL), has_columns=COLUMNS in mode, placement=_placement(mode),
                     )
                 )  # fmt: skip
                 dist.barrier()

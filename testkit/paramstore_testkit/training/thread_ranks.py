@@ -32,6 +32,17 @@ class ThreadParallel:
         self.pipeline = pipeline or Pipeline()
         self.arena = HostArena(self.pipeline.host_bytes)
         self.layers: dict[int, ParallelLayer] = {}
+        self.table_count = 0
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        return self.exchange.rank, self.exchange.world_size
+
+    def meet(self) -> Exchange:
+        return self.exchange
+
+    def mesh(self, device_type: str) -> None:
+        """None: threads are no ranks of torch's, so their tables stay what each has."""
 
     def layer(self, source: Any, layer: int) -> ParallelLayer | None:
         placement = self.placement or Placement.in_order(source.experts, self.exchange.world_size)
