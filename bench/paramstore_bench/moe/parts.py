@@ -67,7 +67,8 @@ def _rows(task: PartsTask, found: PartsFound, *, is_best: bool) -> Iterator[Row]
         Row(
             name="layer in parts over a link", case=case, subject=SUBJECT, value=found.pairs.rate, unit="rows/s",
             against="one part", limit=found.pairs.limit_rate, ratio=found.pairs.ratio, ratio_min=found.pairs.ratio_min,
-            ratio_max=found.pairs.ratio_max, target=SPEED_TARGET if is_best else None, parts={**{name: taken[name] for name in ("ours_s", "limit_s")}, **times},
+            ratio_max=found.pairs.ratio_max,
+            target=SPEED_TARGET if is_best else None, parts={**{name: taken[name] for name in ("ours_s", "limit_s")}, **times},
         )
     )  # fmt: skip
     bounds = [bound_s / pair.ours.seconds for pair in found.pairs.pairs]

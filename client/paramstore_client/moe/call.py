@@ -145,8 +145,8 @@ class Call:
         if failure is not None:
             told = refusal(failure, phase=phase, device=self._device).repeat(self._exchange.world_size, 1)
         else:
-            none = [torch.empty(0, dtype=torch.int64)] * self._exchange.world_size
-            told = messages(replace(self._header, phase=phase), none, device=self._device, computed=self.computed)
+            header = replace(self._header, phase=phase)
+            told = messages(header, self._exchange.world_size, computed=self.computed, device=self._device)
         return self._exchange.start_alike(told)
 
 

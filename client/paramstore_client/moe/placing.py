@@ -77,14 +77,13 @@ def _check_boundary(layers: Layers) -> None:
 def _meet(exchange: Exchange, layers: Layers, digest: Callable[[], int]) -> None:
     """Sees to it that all ranks stand here with equal digests; what one raises, all do."""
     device = next((known.device for known in layers.values()), torch.device("cpu"))
-    none = [torch.empty(0, dtype=torch.int64)] * exchange.world_size
     try:
         header = Header(Phase.PLACE, exchange.call_count, 0, 0, 0, 0, 0, 0, 0, digest(), 0, 0, 0, 0)
     except BaseException as error:
         with suppress(ParamStoreError):  # the exchange's own: they learn it from that
             exchange.alike(refusal(error, phase=Phase.PLACE, device=device).repeat(exchange.world_size, 1))
         raise
-    check_told(exchange.alike(messages(header, none, device=device)).cpu(), this=exchange.rank)
+    check_told(exchange.alike(messages(header, exchange.world_size, device=device)).cpu(), this=exchange.rank)
 
 
 def _digest(of: object) -> int:

@@ -27,12 +27,12 @@ FIELDS = [field.name for field in dataclasses.fields(Header)]
 
 
 def test_messages_hold_the_header_and_the_counts_for_each_rank() -> None:
-    told = messages(HEADER, [torch.tensor([1, 2]), torch.tensor([3])], device=CPU)
+    told = messages(HEADER, 2, counts=[torch.tensor([1, 2]), torch.tensor([3])], device=CPU)
     assert told.shape == (2, NUMBERS)
     assert [Header.of(numbers) for numbers in told[:, 2:TOLD_AT].tolist()] == [HEADER, HEADER]
     assert told[:, TOLD_AT : TOLD_AT + 3].tolist() == [[1, 2, 0], [3, 0, 0]]
     assert told[:, DTYPE_AT].tolist() == [UNKNOWN, UNKNOWN]
-    assert messages(HEADER, [torch.tensor([])], device=CPU, computed=torch.bfloat16)[0, DTYPE_AT] == 1
+    assert messages(HEADER, 1, device=CPU, computed=torch.bfloat16)[0, DTYPE_AT] == 1
 
 
 def test_a_header_leaves_room_for_its_fields() -> None:
@@ -74,7 +74,8 @@ def test_equal_headers_pass() -> None:
     ids=repr,
 )
 def test_what_a_rank_refuses_the_others_raise(error: BaseException, learned: tuple[type[Exception], str]) -> None:
-    told = torch.stack([messages(HEADER, [torch.tensor([1])], device=CPU)[0], refusal(error, phase=Phase.FORWARD, device=CPU)])
+    matched = messages(HEADER, 1, counts=[torch.tensor([1])], device=CPU)
+    told = torch.cat([matched, refusal(error, phase=Phase.FORWARD, device=CPU)[None]])
     with pytest.raises(learned[0]) as raised:
         check_told(told, this=0)
     assert learned[1] in str(raised.value)
