@@ -143,14 +143,17 @@ class ParallelLayer(ParallelRows):
                 self._placement.experts, top_k, slots, self._digest, int(records), *pipeline.numbers,
             )  # fmt: skip
         self._exchange.call_count += 1
+        counted_WR = None
         if self._replicas is not None:
             counted_R = self._replicas.counted(counts_G)
             counted_WR = self._told(replace(header, phase=Phase.REPLICAS), [counted_R] * exchange.world_size)
-            counts_G = self._replicas.split(counts_G, counted_WR, rank=exchange.rank)
-        chunk_N, counts_CG = None, counts_G[None]
-        if pipeline.chunks > 1:
-            chunk_N, counts_CG = chunk_counts(counts_G, taken.token_N.cpu(), tokens=len(x_TD), chunks=pipeline.chunks)
-        outgoing = Outgoing.of(counts_CG, groups, chunk_N=chunk_N, device=device)
+        with self._telling(device):
+            if self._replicas is not None and counted_WR is not None:
+                counts_G = self._replicas.split(counts_G, counted_WR, rank=exchange.rank)
+            chunk_N, counts_CG = None, counts_G[None]
+            if pipeline.chunks > 1:
+                chunk_N, counts_CG = chunk_counts(counts_G, taken.token_N.cpu(), tokens=len(x_TD), chunks=pipeline.chunks)
+            outgoing = Outgoing.of(counts_CG, groups, chunk_N=chunk_N, device=device)
         counts_WG = self._told(header, outgoing.counts)
         incoming = Incoming.of_parts(counts_WG, groups, rank=exchange.rank, chunks=pipeline.chunks, device=device)
         self.history.add([block for part in incoming for block in part.blocks])
@@ -159,7 +162,7 @@ class ParallelLayer(ParallelRows):
     def _told(self, header: Header, counts: Sequence[Tensor]) -> Tensor:
         """[ranks, numbers], those that each rank tells this one behind its header, as many as this one tells itself. counts: for
         each rank. Raises what `check_told` raises."""
-        told = self._exchange.alike(messages(header, self._exchange.world_size, counts=counts, device=self.device)).cpu()
+        told = self._exchange.alike(messages(header, len(counts), counts=counts, device=self.device)).cpu()
         check_told(told, this=self._exchange.rank)
         return torch.cat([told[:, TOLD_AT:], *self._rest(counts)], dim=1)[:, : len(counts[self._exchange.rank])]
 
@@ -176,10 +179,19 @@ class ParallelLayer(ParallelRows):
     @contextmanager
     def guard(self, device: torch.device) -> Iterator[None]:
         """What is raised within it, before `run`, the other ranks learn in place of this one's header."""
+        with self._telling(device):
+            try:
+                yield
+            except BaseException:
+                self._exchange.call_count += 1
+                raise
+
+    @contextmanager
+    def _telling(self, device: torch.device) -> Iterator[None]:
+        """What is raised within it, in a call that is counted, the other ranks learn in place of this one's next header."""
         try:
             yield
         except BaseException as error:
-            self._exchange.call_count += 1
             with suppress(ParamStoreError):  # the exchange's own: they learn it from that
                 self._exchange.alike(refusal(error, phase=Phase.FORWARD, device=device).repeat(self._exchange.world_size, 1))
             raise

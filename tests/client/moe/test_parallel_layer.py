@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from paramstore.core.placement import Placement
 from paramstore.errors import CapacityError, ConfigError, ParamStoreError, StepMismatch
 from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.moe.balance.replicas import Replicas
 from paramstore_client.moe.exchange import FlatExchange
 from paramstore_client.moe.pipeline_plan import Pipeline
 from paramstore_client.nn import StoredExperts, swiglu
@@ -84,6 +85,37 @@ def test_replicas_compute_the_same_but_for_rounding(seed: int, pipeline: Pipelin
     assert max(sum(key in mine.pending for mine in found) for key in alone.pending) > 1, "some expert had rows on several ranks"
     for number, mine in enumerate(found):
         assert {expert for _, expert in mine.pending} <= set(placement.of_rank(number))
+
+
+@pytest.mark.parametrize("failing", ["before", "after"])
+def test_what_a_rank_cannot_do_with_replicas_all_raise_and_are_in_step_after_it(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before ranks tell how many rows they have for experts with replicas, or after that."""
+    job = Job(tokens=(5, 4, 6))
+    placement = Placement(((0, 1, 2),) * job.experts, 3)
+    split = Replicas.split
+    left = [failing == "after"]
+
+    def fail_once(self: Replicas, *arguments: Any, rank: int) -> Tensor:
+        if rank == 1 and left.pop():
+            raise CapacityError("no room")
+        return split(self, *arguments, rank=rank)
+
+    def rank(exchange: FlatExchange) -> str:
+        x, ids, gates, _ = (drawn[job.parts[exchange.rank]] for drawn in job.draw())
+        x = x.int() if exchange.rank == 1 and failing == "before" else x
+        parallel = ThreadParallel(exchange, placement)
+        with pytest.raises(ParamStoreError) as raised:
+            StoredExperts(job.namespace(), 0, parallel=parallel)(x, ids, gates)
+        left.append(False)
+        Computed.of(job, job.namespace(), job.parts[exchange.rank], parallel)
+        return str(raised.value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Replicas, "split", fail_once)
+        said = of_all(run_ranks(3, rank))
+    assert said[0] == said[2] == f"rank 1: {said[1]}"
 
 
 def test_all_tokens_may_choose_one_expert() -> None:
