@@ -143,8 +143,9 @@ class ExpertParallel:
     def _met(self) -> Exchange | None:
         if not _is_job():
             return None
-        known_s = WAIT_S if self._handle is None else float(self._handle.wait_timeout_s)
-        timeout_s = known_s if self._timeout_s is None else self._timeout_s
+        timeout_s = self._timeout_s
+        if timeout_s is None:
+            timeout_s = WAIT_S if self._handle is None else float(self._handle.wait_timeout_s)
         limit = datetime.timedelta(seconds=timeout_s)
         try:
             group = self._group or dist.new_group(timeout=limit)
