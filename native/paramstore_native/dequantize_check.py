@@ -15,6 +15,8 @@ FP8_SHAPES = (((256, 256), (2, 2)), ((6, 40), (3, 5)), ((5, 33), (1, 1)), ((3, 7
 """(shape of a matrix, shape of its scales)"""
 MXFP4_SHAPES = ((256, 16), (33, 3), (1, 1), (31, 2))
 """(rows, groups)"""
+MXFP4_RANGE, MXFP4_LEASTS = 40, (1, 2, 107, 213, 214)
+"""How many exponents follow each other, and the least: products are normal numbers of bf16 for exponents from 2 to 252."""
 THREADS = (1, 3)
 """In how many each is made."""
 
@@ -39,7 +41,7 @@ def _difference(kernel: Kernel, generator: torch.Generator) -> str:
     for rows, groups in MXFP4_SHAPES:
         blocks = _bytes((rows, groups, GROUP // 2), generator)
         every = torch.arange(rows * groups, dtype=torch.int32).remainder(255).to(torch.uint8).view(rows, groups)
-        for exponents in (every, every.remainder(40) + 107):
+        for exponents in (every, *(every.remainder(MXFP4_RANGE) + least for least in MXFP4_LEASTS)):
             expected = mxfp4_by_torch(blocks, exponents)
             for threads in THREADS:
                 found = mxfp4_by_kernel(kernel, blocks, exponents, threads=threads)
