@@ -1,6 +1,7 @@
 """Measures expert-parallel layers with four ranks of gloo on this machine, one thread each: a job that trains through one daemon,
-with expert parallelism beside without; one layer beside the all-to-all of transformers, and beside one of fixed capacity. A run
-ends where outputs or gradients differ by more than rounding, or other rows are sent than the routing says.
+with expert parallelism beside without; one layer beside the all-to-all of transformers, and beside one of fixed capacity; exchanges
+beside the flat one, over links of a known rate (root alone can make those). A run ends where outputs or gradients differ by more
+than rounding, or other rows are sent than the routing says.
 
 Run it on an idle machine: `python bench/bench_moe.py [--quick] [--only PARTS] [--dir DIR] [--out FILE]`. The figures go to
 bench/results/moe-<date>.json.
@@ -19,6 +20,7 @@ from paramstore.bench.report.rows import Row
 from paramstore.bench.service.daemon import serving
 from paramstore.errors import ConfigError
 from paramstore_bench.frame import Script
+from paramstore_bench.moe.links import link_rows, missing_links
 from paramstore_bench.moe.rows import layer_row, service_rows
 from paramstore_bench.moe.service import schema_of
 from paramstore_bench.moe.sizes import Sizes
@@ -33,7 +35,7 @@ CAPACITY = Sizes(experts=16, width=256, inner=1024, tokens=512, top_k=2, skew=1.
 QUICK = Sizes(layers=2, experts=8, width=32, inner=32, tokens=64, top_k=2, skew=0.7, rounds=2, passes=1)
 QUICK_LAYER = Sizes(experts=8, width=32, inner=32, tokens=64, top_k=2, skew=1.2, rounds=2, passes=1)
 SLACK_BYTES = 256 * MIB
-PARTS = ("service", "peer", "capacity")
+PARTS = ("service", "peer", "capacity", "links")
 PEER_MODULE = "transformers.distributed.expert_parallel"
 
 SCRIPT = Script("moe", __doc__, quick="small layers, two pairs: a check, not figures to quote")
@@ -45,9 +47,10 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     arguments = parser.parse_args()
     parts, left_out = arguments.only.split(","), dict[str, str]()
-    if "peer" in parts and (reason := missing_peer()):
-        parts.remove("peer")
-        left_out["peer"] = reason
+    for part, missing in (("peer", missing_peer), ("links", missing_links)):
+        if part in parts and (reason := missing()):
+            parts.remove(part)
+            left_out[part] = reason
     return SCRIPT.run(arguments, partial(measure, parts=parts, is_quick=arguments.quick), left_out=left_out)
 
 
@@ -72,6 +75,10 @@ def measure(bench: Bench, *, parts: list[str], is_quick: bool) -> Iterator[Row]:
         with bench.folder("ranks") as folder:
             for task, found in zip(tasks, found_by_ranks(tasks, folder), strict=True):
                 yield layer_row(task.part, task.sizes, found)
+    if "links" in parts:
+        bench.tell("exchanges over links")
+        with bench.folder("links") as folder:
+            yield from link_rows(folder, is_quick=is_quick)
 
 
 def measure_service(bench: Bench, sizes: Sizes) -> Iterator[Row]:

@@ -58,7 +58,6 @@ UNUSED = {
     "paramstore.hf", "paramstore.moe", "paramstore.nn", "paramstore.training",  # short names, for users' programs
     "paramstore.testing.catalogs", "paramstore.testing.clock", "paramstore.testing.policies", "paramstore.testing.volume_contract",
     "paramstore.testing.worker_contract", "paramstore.testing.workers",  # contracts and fakes, for tests alone
-    "paramstore_testkit.nodes.ranks",  # for the benches of expert-parallel layers
     "paramstore_testkit.soak",  # `make soak` runs it
 }  # fmt: skip
 """Modules that nobody imports, for the reasons beside them."""

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from paramstore_testkit.nodes.namespaces import missing_reason
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -25,7 +27,7 @@ def run(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_a_quick_run_writes_its_rows_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("b")  # a socket's path is short
     file = directory / "moe.json"
-    done = run(directory, "--out", str(file))
+    done = run(directory, "--out", str(file), "--only", "service,peer,capacity")
     assert done.returncode in (0, 1), done.stderr  # 1: a figure falls short, which says nothing of small layers
     rows = json.loads(file.read_text())["rows"]
     assert [(row["name"], row["against"], row["target"]["bound"]) for row in rows] == [
@@ -45,8 +47,27 @@ def test_a_quick_run_writes_its_rows_and_leaves_nothing(tmp_path_factory: pytest
     assert [path.name for path in directory.iterdir()] == ["moe.json"]
 
 
+@pytest.mark.slow
+def test_exchanges_are_measured_over_links(tmp_path: Path) -> None:
+    if reason := missing_reason():
+        pytest.skip(reason)
+    file = tmp_path / "moe.json"
+    done = run(tmp_path, "--out", str(file), "--only", "links")
+    assert done.returncode in (0, 1), done.stderr
+    rows = {(row["name"], row["case"].rpartition(", ")[2]): row for row in json.loads(file.read_text())["rows"]}
+    assert {name: bound["bound"] for name, row in rows.items() if (bound := row["target"])} == {
+        ("rows by rails, a spine of a quarter", "auto"): 1.2,
+        ("rows over one link", "auto"): 0.95,
+        ("tokens over one link", "row_per_node"): 1.5,
+        ("tokens over one link", "auto"): 1.5,
+    }
+    once = rows["tokens over one link", "row_per_node"]["parts"]
+    assert once["crossing_bytes"] < once["flat_crossing_bytes"] / 3.5
+    assert rows["rows by rails, a spine of a quarter", "auto"]["note"].startswith("ranks 0,1 | 2,3: ")
+
+
 def test_a_part_that_is_none_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "--only", "service,pear", "--out", str(tmp_path / "moe.json"))
     assert done.returncode != 0
-    assert "--only service,pear: write some of service, peer, capacity, with commas" in done.stderr
+    assert "--only service,pear: write some of service, peer, capacity, links, with commas" in done.stderr
     assert list(tmp_path.iterdir()) == []

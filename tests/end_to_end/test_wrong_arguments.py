@@ -192,7 +192,7 @@ class Scene:
             "device": "cpu", "experts_ahead": 1, "clock": None, "policy": "lru", "layer": 0, "expert_fn": None,
             "min_lease_slots": 0, "expert_memory": None, "residency": "auto", "dense": None, "directory": None, "cache_shape": None,
             "speculation": True, "parallel": None, "expert_parallel": None, "ExpertParallel.group": None,
-            "pipeline": None, "parts": 2, "split": "experts", "reuse": "S4", "Pipeline.host_bytes": 1 << 20,
+            "pipeline": None, "parts": 2, "split": "experts", "reuse": "S4", "exchange": "auto", "Pipeline.host_bytes": 1 << 20,
             "max_lease_slots": None, "heat": None, "reads": "host", "device_report.namespace": self.ns,
             "param_schema.fields": {"w": ((2,), "float32")}, "Schema.param.fields": {"w": ((2,), "float32")},
             "Schema.check_options.options": ps.AdamW(), "RingMemory.layers": None, "RingMemory.experts": [1],
