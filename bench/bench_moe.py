@@ -1,7 +1,9 @@
 """Measures expert-parallel layers with four ranks of gloo on this machine, one thread each: a job that trains through one daemon,
 with expert parallelism beside without; one layer beside the all-to-all of transformers, and beside one of fixed capacity; tasks of
-different size spread over ranks beside one on each, where control groups give each rank a share of a processor (root). A run ends
-where outputs or gradients differ by more than rounding, or other rows are sent than the routing says.
+different size spread over ranks beside one on each, where control groups give each rank a share of a processor (root); exchanges
+beside the flat one, and a layer in parts beside one in one, over links of a known rate (root alone can make those); what a layer in
+parts takes of memory. A run ends where outputs or gradients differ by more than rounding, or other rows are sent than the routing
+says.
 
 Run it on an idle machine: `python bench/bench_moe.py [--quick] [--only PARTS] [--dir DIR] [--out FILE]`. The figures go to
 bench/results/moe-<date>.json.
@@ -21,6 +23,9 @@ from paramstore.bench.report.rows import Row
 from paramstore.bench.service.daemon import serving
 from paramstore.errors import ConfigError
 from paramstore_bench.frame import Script
+from paramstore_bench.moe.links import link_rows, missing_links
+from paramstore_bench.moe.memory import memory_rows
+from paramstore_bench.moe.parts import parts_rows
 from paramstore_bench.moe.rows import elastic_row, layer_row, service_rows
 from paramstore_bench.moe.service import schema_of
 from paramstore_bench.moe.sizes import RANKS, Sizes
@@ -37,9 +42,10 @@ QUICK = Sizes(layers=2, experts=8, width=32, inner=32, tokens=64, top_k=2, skew=
 QUICK_LAYER = Sizes(experts=8, width=32, inner=32, tokens=64, top_k=2, skew=1.2, rounds=2, passes=1)
 SLACK_BYTES = 256 * MIB
 ELASTIC = Sizes(experts=16, width=256, inner=256, tokens=256, top_k=2, skew=0.7, passes=2)
+MEMORY = Sizes(experts=32, width=256, inner=512, tokens=512, top_k=4, skew=0.0)
 SHARE = 0.8
 """The part of the cores that the ranks with a quota have together: the rest is left to the others of this machine."""
-PARTS = ("service", "peer", "capacity", "elastic")
+PARTS = ("service", "peer", "capacity", "elastic", "links", "parts", "memory")
 PEER_MODULE = "transformers.distributed.expert_parallel"
 
 SCRIPT = Script("moe", __doc__, quick="small layers, two pairs: a check, not figures to quote")
@@ -51,12 +57,11 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     arguments = parser.parse_args()
     parts, left_out = arguments.only.split(","), dict[str, str]()
-    if "peer" in parts and (reason := missing_peer()):
-        parts.remove("peer")
-        left_out["peer"] = reason
-    if "elastic" in parts and (why := missing_reason()):
-        parts.remove("elastic")
-        left_out["elastic"] = f"no quotas: {why}"
+    missing = {"peer": missing_peer, "elastic": missing_quotas, "links": missing_links, "parts": missing_links}
+    for part, reason in ((part, look()) for part, look in missing.items() if part in parts):
+        if reason:
+            parts.remove(part)
+            left_out[part] = reason
     return SCRIPT.run(arguments, partial(measure, parts=parts, is_quick=arguments.quick), left_out=left_out)
 
 
@@ -67,6 +72,12 @@ def missing_peer() -> str:
     package = PEER_MODULE.rpartition(".")[0]
     is_there = importlib.util.find_spec(package) is not None and importlib.util.find_spec(PEER_MODULE) is not None
     return "" if is_there else f"transformers {transformers.__version__} has no expert parallelism of its own"
+
+
+def missing_quotas() -> str:
+    """Why no rank can have a share of a processor here; "" where it can."""
+    reason = missing_reason()
+    return f"no quotas: {reason}" if reason else ""
 
 
 def measure(bench: Bench, *, parts: list[str], is_quick: bool) -> Iterator[Row]:
@@ -83,6 +94,18 @@ def measure(bench: Bench, *, parts: list[str], is_quick: bool) -> Iterator[Row]:
                 yield layer_row(task.part, task.sizes, found)
     if "elastic" in parts:
         yield measure_elastic(bench, QUICK_LAYER if is_quick else ELASTIC)
+    if "links" in parts:
+        bench.tell("exchanges over links")
+        with bench.folder("links") as folder:
+            yield from link_rows(folder, is_quick=is_quick)
+    if "parts" in parts:
+        bench.tell("a layer in parts over a link")
+        with bench.folder("parts") as folder:
+            yield from parts_rows(folder, is_quick=is_quick)
+    if "memory" in parts:
+        bench.tell("memory of a layer in parts")
+        with bench.folder("memory") as folder:
+            yield from memory_rows(QUICK_LAYER if is_quick else MEMORY, folder)
 
 
 def measure_service(bench: Bench, sizes: Sizes) -> Iterator[Row]:

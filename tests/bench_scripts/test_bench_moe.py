@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paramstore_testkit.nodes.quota import missing_reason
+from paramstore_testkit.nodes import namespaces, quota
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def run(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
 def test_a_quick_run_writes_its_rows_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.mktemp("b")  # a socket's path is short
     file = directory / "moe.json"
-    done = run(directory, "--out", str(file))
+    done = run(directory, "--out", str(file), "--only", "service,peer,capacity")
     assert done.returncode in (0, 1), done.stderr  # 1: a figure falls short, which says nothing of small layers
     rows = json.loads(file.read_text())["rows"]
     assert [(row["name"], row["against"], row["target"]["bound"]) for row in rows] == [
@@ -38,7 +38,7 @@ def test_a_quick_run_writes_its_rows_and_leaves_nothing(tmp_path_factory: pytest
         ("layer", "transformers' all-to-all, bare", pytest.approx(0.9524, abs=1e-4)),
         ("layer", "transformers' all-to-all, as loaded", pytest.approx(0.9524, abs=1e-4)),
         ("layer", "fixed capacity, none dropped", 3.0),
-        *([] if missing_reason() else [("tasks spread over ranks", "one task on each rank", 1.12)]),
+        *([] if quota.missing_reason() else [("tasks spread over ranks", "one task on each rank", 1.12)]),
     ]
     assert [row["ratio"] for row in rows[:2]] == [0.25, 0.25], "each rank had all experts, and has a quarter of them"
     for row in rows[7:]:
@@ -52,8 +52,41 @@ def test_a_quick_run_writes_its_rows_and_leaves_nothing(tmp_path_factory: pytest
     assert [path.name for path in directory.iterdir()] == ["moe.json"]
 
 
+@pytest.mark.slow
+def test_exchanges_are_measured_over_links(tmp_path: Path) -> None:
+    if reason := namespaces.missing_reason():
+        pytest.skip(reason)
+    file = tmp_path / "moe.json"
+    done = run(tmp_path, "--out", str(file), "--only", "links")
+    assert done.returncode in (0, 1), done.stderr
+    rows = {(row["name"], row["case"].rpartition(", ")[2]): row for row in json.loads(file.read_text())["rows"]}
+    assert {name: bound["bound"] for name, row in rows.items() if (bound := row["target"])} == {
+        ("rows by rails, a spine of a quarter", "auto"): 1.2,
+        ("rows over one link", "auto"): 0.95,
+        ("tokens over one link", "row_per_node"): 1.5,
+        ("tokens over one link", "auto"): 1.5,
+    }
+    once = rows["tokens over one link", "row_per_node"]["parts"]
+    assert once["crossing_bytes"] < once["flat_crossing_bytes"] / 3.5
+    assert rows["rows by rails, a spine of a quarter", "auto"]["note"].startswith("ranks 0,1 | 2,3: ")
+
+
+@pytest.mark.slow
+def test_a_layer_in_parts_is_measured_over_a_link_and_by_its_memory(tmp_path: Path) -> None:
+    file, has_links = tmp_path / "moe.json", not namespaces.missing_reason()
+    done = run(tmp_path, "--out", str(file), "--only", "parts,memory")
+    assert done.returncode in (0, 1), done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    names = [(row["name"], row["target"]["bound"]) for row in rows if row["target"]]
+    assert names.count(("layer in parts over a link", 1.25)) == (6 if has_links else 0), "the best of each case and split"
+    memory = [row for row in rows if "memory" in row["name"]]
+    assert len(memory) == 16
+    assert all(row["ratio"] < 1 for row in memory)
+    assert all((row["parts"]["host_bytes"] == 0) == row["case"].endswith("S4") for row in memory)
+
+
 def test_a_part_that_is_none_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path, "--only", "service,pear", "--out", str(tmp_path / "moe.json"))
     assert done.returncode != 0
-    assert "--only service,pear: write some of service, peer, capacity, elastic, with commas" in done.stderr
+    assert "--only service,pear: write some of service, peer, capacity, elastic, links, parts, memory, with commas" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -193,7 +193,7 @@ class Scene:
             "min_lease_slots": 0, "expert_memory": None, "residency": "auto", "dense": None, "directory": None, "cache_shape": None,
             "speculation": True, "parallel": None, "expert_parallel": None, "ExpertParallel.group": None, "placement": {},
             "ranks": ((0,),), "batches": [4, 2], "pipeline": None, "parts": 2, "split": "experts", "reuse": "S4",
-            "Pipeline.host_bytes": 1 << 20,
+            "exchange": "auto", "Pipeline.host_bytes": 1 << 20,
             "num_embeddings": 4, "embedding_dim": 8, "padding_idx": None, "mesh": None, "embedding": torch.nn.Embedding(4, 8),
             "ColumnEmbedding.parallel": ps.moe.ExpertParallel(), "from_embedding.parallel": ps.moe.ExpertParallel(),
             "max_lease_slots": None, "heat": None, "reads": "host", "device_report.namespace": self.ns,

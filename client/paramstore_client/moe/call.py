@@ -6,7 +6,7 @@
   all raise it, and are in step after it.
 """
 
-# N rows of this rank's tokens, M rows of this rank's experts, D model
+# T tokens of this rank, N rows of them, M rows of this rank's experts, D model
 # ruff: noqa: N803 - shape suffixes, as the legend says
 
 from __future__ import annotations
@@ -69,6 +69,14 @@ class Call:
     def start_there(self, part: int, sent: Tensor) -> Arriving:
         """Sends rows, or gradients of rows, to the ranks of their experts. sent: in their `order`."""
         return self._exchange.start_rows(sent, to_each=self._outgoing.by_rank[part], from_each=self.incoming[part].by_rank)
+
+    def start_tokens(self, part: int, x_TD: Tensor, token_N: Tensor) -> Arriving:
+        """Sends this rank's tokens to the ranks of their experts. token_N: the token of each of its rows."""
+        order = self.order(part)
+        return self._exchange.start_tokens(
+            x_TD, token_N if order is None else token_N.index_select(0, order),
+            to_each=self._outgoing.by_rank[part], from_each=self.incoming[part].by_rank,
+        )  # fmt: skip
 
     def computable(self, part: int, arriving: Arriving) -> Tensor:
         """The rows that came, in the order of computation."""

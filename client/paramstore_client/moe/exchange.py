@@ -4,7 +4,8 @@ What a backend says of a rank that is gone names no rank. So whoever is left cal
 met: who does not answer is named. In a job that writes a namespace the daemon knows first, and better.
 """
 
-
+# T tokens, N rows of this rank's tokens, D model
+# ruff: noqa: N803 - shape suffixes, as the legend says
 
 from __future__ import annotations
 
@@ -55,6 +56,12 @@ class Exchange(Protocol):
     def start_rows(self, sent: Tensor, *, to_each: Sequence[int], from_each: Sequence[int]) -> Arriving:
         """Begins to bring the rows of each rank, in the order of the ranks; sent: those to each. Raises RankLost, StepMismatch."""
         ...
+
+    def start_tokens(
+        self, x_TD: Tensor, token_N: Tensor, *, to_each: Sequence[int], from_each: Sequence[int]
+    ) -> Arriving:  # fmt: skip
+        """Begins to bring the rows of each rank, as `start_rows`. x_TD: tokens. token_N: of which each row to send is a copy."""
+        return self.start_rows(x_TD.index_select(0, token_N), to_each=to_each, from_each=from_each)
 
     def leave(self, error: ParamStoreError) -> None:
         """Ends it, as ranks do not stand before one exchange any more: whatever is begun after it raises `error`."""

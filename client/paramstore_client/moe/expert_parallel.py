@@ -9,11 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paramstore.core.arguments import instance, seconds, whole_number, wrong
+from paramstore.core.arguments import choice, instance, seconds, whole_number, wrong
 from paramstore.core.balancing import Choice
 from paramstore.core.placement import Placement
 from paramstore.errors import ConfigError, ParamStoreError, RankLost, StepMismatch
 from paramstore_client.moe.exchange import Exchange, FlatExchange
+from paramstore_client.moe.hops.choice import WAYS, ExchangeChoice
+from paramstore_client.moe.hops.opening import meet_nodes, opened
+from paramstore_client.moe.hops.two_hops import TwoHopExchange
 from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.parallel_layer import ParallelLayer
 from paramstore_client.moe.pipeline_plan import Pipeline
@@ -35,6 +38,8 @@ class ExpertParallel:
     does not name, and for None, the experts lie in order: each rank has a run of consecutive ones.
     timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as the daemon; without one 60.
     pipeline: how a layer is split, so that exchanges stand beside computing, and what it keeps for backward; None: neither.
+    exchange: how rows travel where ranks are on several nodes: "flat", straight; "two_hops", within the node first; "row_per_node",
+    a token once to each node; "auto": what is measured to be quicker, when the first rows are sent.
 
     Every rank calls the same layers in one order, with tokens or without, as many times forward and backward. One object serves
     one model: its layers share the exchange.
@@ -49,7 +54,7 @@ class ExpertParallel:
 
     def __init__(
         self, group: Any = None, *, placement: Placement | Mapping[int, Placement] | None = None, timeout_s: float | None = None,
-        pipeline: Pipeline | None = None,
+        pipeline: Pipeline | None = None, exchange: str = "auto",
     ) -> None:  # fmt: skip
         if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
             raise wrong("group", group, "a group of torch.distributed, as dist.new_group() gives it")
@@ -59,11 +64,20 @@ class ExpertParallel:
         self._layers: dict[int, ParallelLayer] = {}
         self._pipeline = Pipeline() if pipeline is None else instance("pipeline", pipeline, Pipeline, "a ps.moe.Pipeline()")
         self._arena = HostArena(self._pipeline.host_bytes)
+        self._way = choice("exchange", exchange, WAYS)
         self._exchange: Exchange | None = None
+        self._choice: ExchangeChoice | None = None
         self._has_met = False
         self._handle: Any = None
         """Of the namespace whose daemon knows which rank is gone; None where there are only tables."""
         self.table_count = 0
+
+    @property
+    def chosen(self) -> ExchangeChoice | None:
+        """How rows travel, and why; None before that is known: before the first layer is there, and with "auto" on several nodes
+        before the first rows are sent."""
+        measured = self._exchange.chosen if isinstance(self._exchange, TwoHopExchange) else None
+        return measured or self._choice
 
     def layer(self, source: ExpertSource, layer: int) -> ParallelLayer | None:
         """What `layer` of `source` exchanges rows by; None where this rank is alone. Every rank calls it, for each layer, in one
@@ -146,20 +160,22 @@ class ExpertParallel:
         timeout_s = self._timeout_s
         if timeout_s is None:
             timeout_s = WAIT_S if self._handle is None else float(self._handle.wait_timeout_s)
-        limit = datetime.timedelta(seconds=timeout_s)
+        limit, c10d = datetime.timedelta(seconds=timeout_s), dist.distributed_c10d
         try:
             group = self._group or dist.new_group(timeout=limit)
             if group.size() == 1:
                 return None
             rows = dist.new_group(dist.get_process_group_ranks(group), timeout=limit, use_local_synchronization=True)
+            store = c10d.PrefixStore(f"paramstore/moe/{group.group_name}", c10d._get_default_store())
+            nodes = meet_nodes(store, self._way, rank=group.rank(), world_size=group.size(), limit=limit)
         except dist.DistError as error:
             raise StepMismatch(
                 f"expert_parallel: not all ranks came to make their group within {timeout_s:g} s, as each does that makes the "
                 f"model: {error}"
             ) from error
-        c10d = dist.distributed_c10d
-        store = c10d.PrefixStore(f"paramstore/moe/{group.group_name}", c10d._get_default_store())
-        return FlatExchange(group, rows, store, timeout_s=timeout_s, lost=lambda: _loss_of(self._handle))
+        flat = FlatExchange(group, rows, store, timeout_s=timeout_s, lost=lambda: _loss_of(self._handle))
+        exchange, self._choice = opened(self._way, flat, nodes)
+        return exchange
 
 
 def _is_job() -> bool:

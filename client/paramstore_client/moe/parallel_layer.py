@@ -107,12 +107,12 @@ class ParallelLayer(ParallelRows):
         if not pipeline.is_plain:
             pipelined = PipelinedCall(call, taken, local, pipeline, arena=self._arena, load_ahead=partial(self._load_ahead, call))
             return call.returned(pipelined.run(x_TD, anchor))
-        x_ND = taken.rows(x_TD)
         if not records:
-            return call.returned(call.back(Phase.RETURN, _computed(call, local, call.there(x_ND), None)))
+            x_MD = call.computable(0, call.start_tokens(0, x_TD, taken.token_N))
+            return call.returned(call.back(Phase.RETURN, _computed(call, local, x_MD, None)))
         given = None if anchor is None else anchor()  # once a forward: a checkpoint that recomputes gives another leaf each time
         leaf = torch.zeros((), requires_grad=True) if given is None else given
-        x_MD, link = _There.apply(call, leaf, x_ND)  # type: ignore[no-untyped-call]
+        x_MD, link = _There.apply(call, taken, leaf, x_TD)  # type: ignore[no-untyped-call]
         y_MD = _computed(call, local, x_MD, None if anchor is None else lambda: given)
         return call.returned(_Back.apply(call, leaf, link, y_MD))  # type: ignore[no-untyped-call]
 
@@ -212,17 +212,17 @@ class _There(torch.autograd.Function):
     """The node by which rows leave; its second output ties `_Back` to it."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, leaf: Tensor, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.call = call
-        ctx.wants_x = ctx.needs_input_grad[2]
-        return call.there(x_ND), torch.zeros(())
+    def forward(ctx: Any, call: Call, taken: Taken, leaf: Tensor, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.call, ctx.taken = call, taken
+        ctx.wants_x = ctx.needs_input_grad[3]
+        return call.computable(0, call.start_tokens(0, x_TD, taken.token_N)), torch.zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_MD: Tensor, _: Tensor) -> tuple[None, Tensor, Tensor | None]:
+    def backward(ctx: Any, grad_MD: Tensor, _: Tensor) -> tuple[None, None, Tensor, Tensor | None]:
         grad_ND = ctx.call.back(Phase.RETURN_BACKWARD, grad_MD)
         ctx.call.is_done = True
-        return None, torch.zeros(()), grad_ND if ctx.wants_x else None
+        return None, None, torch.zeros(()), ctx.taken.summed(grad_ND) if ctx.wants_x else None
 
 
 class _Back(torch.autograd.Function):

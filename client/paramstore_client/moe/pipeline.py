@@ -129,9 +129,7 @@ class PipelinedCall:
         return rows_ND.contiguous() if order is None else rows_ND.index_select(0, order)
 
     def _start_rows(self, part: int, x_TD: Tensor) -> Arriving:
-        order = self._call.order(part)
-        tokens = self._taken.token_N if order is None else self._taken.token_N[order]
-        return self._call.start_there(part, x_TD.index_select(0, tokens))
+        return self._call.start_tokens(part, x_TD, self._taken.token_N)
 
     def _compute(self, part: int, x_MD: Tensor) -> Tensor:
         if not self._call.incoming[part].blocks:

@@ -139,6 +139,7 @@ def place_of(rank: int, topology: Topology, *, ranks_per_node: int) -> dict[str,
     values = {
         "RANK": rank,
         "WORLD_SIZE": len(topology.machines) * ranks_per_node,
+        "GROUP_RANK": machine,
         "LOCAL_RANK": rank - first_rank,
         "LOCAL_WORLD_SIZE": topology.machines.count(machine) * ranks_per_node,
         "MASTER_ADDR": topology.address(0),

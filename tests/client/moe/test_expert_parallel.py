@@ -13,6 +13,7 @@ from paramstore.errors import ConfigError, LeaseError, ParamStoreError, RankLost
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.hf.model.module_list import check_parallel
 from paramstore_client.moe.expert_parallel import ExpertParallel, _loss_of, _step_of
+from paramstore_client.moe.hops.nodes import Nodes
 from paramstore_testkit.training.moe_families import small_config
 
 
@@ -43,9 +44,32 @@ def test_a_namespace_that_was_opened_for_other_ranks_is_refused(monkeypatch: pyt
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: dist.HashStore())  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2])
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: Group(len(ranks)))
+    monkeypatch.setattr("paramstore_client.moe.expert_parallel.meet_nodes", lambda *_, **__: Nodes.named("aaa"))
     source: Any = SimpleNamespace(mode="write", world_size=2, wait_timeout_s=1.0, experts=8)
     with pytest.raises(ConfigError, match=r"its group has 3 ranks, the namespace was opened for 2: .*launched"):
         ExpertParallel(Group(3)).layer(source, 0)
+
+
+@pytest.mark.usefixtures("in_a_job")
+def test_which_exchange_was_chosen_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "group_name", "some")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: dist.HashStore())  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(group.size())))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: Group(len(ranks)))
+    source: Any = SimpleNamespace(mode="read", wait_timeout_s=1.0, experts=8)
+    told = []
+    for way, stand in (("auto", "aa"), ("two_hops", "ab"), ("auto", "ab")):
+        monkeypatch.setattr("paramstore_client.moe.expert_parallel.meet_nodes", lambda *_, at=stand, **__: Nodes.named(at))
+        parallel = ExpertParallel(Group(2), exchange=way)
+        assert parallel.chosen is None
+        parallel.layer(source, 0)
+        told.append(parallel.chosen and (parallel.chosen.ways, parallel.chosen.why))
+    assert told == [((), "all ranks are on one node"), (("two_hops",), "as told"), None]
+
+
+def test_an_exchange_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="exchange='fast': give 'auto' or 'flat' or 'two_hops' or 'row_per_node'"):
+        ExpertParallel(exchange="fast")
 
 
 @pytest.mark.parametrize("group", [3, "gloo", object()])

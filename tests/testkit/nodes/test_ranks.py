@@ -55,6 +55,7 @@ def test_ranks_of_a_shared_link_are_numbered_node_by_node() -> None:
     places = [place_of(rank, shared_link(RATE_MBIT_S), ranks_per_node=2) for rank in range(4)]
     assert [place["RANK"] for place in places] == ["0", "1", "2", "3"]
     assert [place["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
+    assert [place["GROUP_RANK"] for place in places] == ["0", "0", "1", "1"]
     assert {(place["WORLD_SIZE"], place["LOCAL_WORLD_SIZE"], place["MASTER_ADDR"]) for place in places} == {("4", "2", "192.0.2.1")}
 
 
@@ -63,6 +64,7 @@ def test_ranks_of_rails_are_local_to_their_machine() -> None:
     places = [place_of(rank, topology, ranks_per_node=1) for rank in range(4)]
     assert [place["LOCAL_RANK"] for place in places] == ["0", "1", "0", "1"]
     assert {place["LOCAL_WORLD_SIZE"] for place in places} == {"2"}
+    assert [place["GROUP_RANK"] for place in places] == ["0", "0", "1", "1"]
     assert [place["GLOO_SOCKET_IFNAME"] for place in places] == [topology.interface(node) for node in range(4)]
 
 

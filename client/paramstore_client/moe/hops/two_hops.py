@@ -1,0 +1,118 @@
+"""The exchange in two hops: rows go within their node first, then between ranks of one local rank, as `plan.TwoHops` plans it.
+
+- Rows, and their order, are those of the flat exchange, bit for bit.
+- Each hop is a flat exchange among all ranks, empty but for the ranks of its hop: so whoever is gone breaks it for all at once,
+  and is named as there.
+- A thread of this exchange sends rows, and what ranks tell each other of them, call after call: all ranks do so in one order, and
+  rows are under way between nodes while the caller computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from paramstore.errors import ParamStoreError, RankLost
+from paramstore_client.moe.exchange import Arriving, Exchange, FlatExchange
+from paramstore_client.moe.hops.choice import ExchangeChoice
+from paramstore_client.moe.hops.nodes import Nodes
+from paramstore_client.moe.hops.plan import TwoHops
+
+
+class TwoHopExchange(Exchange):
+    """Rows in two hops where a choice says so, else in one.
+
+    flat: of the same ranks; nothing else sends rows over it. choose: makes the choice on the device of the first rows; all ranks'
+    are the same.
+    """
+
+    def __init__(self, flat: FlatExchange, nodes: Nodes, choose: Callable[[torch.device], ExchangeChoice]) -> None:
+        self.flat = flat
+        self.nodes = nodes
+        self._choose = choose
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="paramstore-hops")
+        self.chosen: ExchangeChoice | None = None
+        """How rows travel; None before the first."""
+        self.call_count = 0
+
+    @property
+    def rank(self) -> int:
+        return self.flat.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.flat.world_size
+
+    def start_alike(self, sent: Tensor) -> Arriving:
+        return self.flat.start_alike(sent)
+
+    def leave(self, error: ParamStoreError) -> None:
+        self.flat.leave(error)
+
+    def choice(self, device: torch.device) -> ExchangeChoice:
+        """How rows travel. All ranks ask at once, the first time."""
+        if self.chosen is None:
+            self.chosen = self._choose(device)
+        return self.chosen
+
+    def start_rows(self, sent: Tensor, *, to_each: Sequence[int], from_each: Sequence[int]) -> Arriving:
+        choice = self.choice(sent.device)
+        if not choice.ways:
+            return self.flat.start_rows(sent, to_each=to_each, from_each=from_each)
+        return self.in_turn(partial(self.sent_rows, choice, sent, to_each, from_each))
+
+    def sent_rows(self, choice: ExchangeChoice, sent: Tensor, to_each: Sequence[int], from_each: Sequence[int]) -> Tensor:
+        """The rows of each rank, in the order of the ranks. In its turn alone."""
+        if "two_hops" not in choice.ways:
+            return self.flat.rows(sent, to_each=to_each, from_each=from_each)
+        telling = torch.tensor(TwoHops.telling(self.nodes, self.rank, to_each))
+        sent_bytes = torch.full((self.world_size, 1), len(sent) * row_bytes(sent))
+        told = self.told(torch.cat([sent_bytes, telling], dim=1).to(sent.device)).cpu()
+        if not choice.hops(int(told[:, 0].max())):
+            return self.flat.rows(sent, to_each=to_each, from_each=from_each)
+        hops = TwoHops.of(self.nodes, self.rank, to_each=to_each, from_each=from_each, told=told[:, 1:].tolist())
+        inside = self.flat.rows(hops.inside.brought(sent), to_each=hops.inside_to, from_each=hops.inside_from)
+        between = self.flat.rows(hops.between.brought(inside), to_each=hops.between_to, from_each=hops.between_from)
+        return hops.last.brought(between)
+
+    def told(self, telling: Tensor) -> Tensor:
+        """What each rank tells this one, [ranks, ...], among rows and in their order."""
+        ones = [1] * self.world_size
+        return self.flat.rows(telling, to_each=ones, from_each=ones)
+
+    def in_turn(self, send: Callable[[], Tensor]) -> Arriving:
+        """Runs what sends rows, after what is under way."""
+
+        def run() -> Tensor:
+            with torch.no_grad():  # a word for one thread
+                return send()
+
+        return _Sent(self, self._worker.submit(run))
+
+
+class _Sent(Arriving):
+    """Rows that the exchange's thread sends."""
+
+    def __init__(self, exchange: TwoHopExchange, rows: Future[Tensor]) -> None:
+        self._exchange = exchange
+        self._rows = rows
+
+    def wait(self) -> Tensor:
+        try:
+            return self._rows.result()
+        except ParamStoreError:
+            raise
+        except BaseException as error:
+            self._exchange.leave(
+                RankLost(f"expert-parallel ranks: this one left an exchange by {type(error).__name__}: start it again")
+            )
+            raise
+
+
+def row_bytes(rows: Tensor) -> int:
+    """Bytes of one row, where there are none too."""
+    return rows.new_empty(1, *rows.shape[1:]).nbytes
