@@ -41,8 +41,8 @@ class TableCall:
         """What all ranks tell, [W, NUMBERS]: this one its header, and some numbers behind it. Raises StepMismatch where headers
         differ, and the error of a rank that has failed since the one before."""
         header = self.header if phase is None else replace(self.header, phase=phase)
-        behind = torch.empty(0, dtype=torch.int64) if numbers is None else numbers
-        told = self.exchange.alike(messages(header, [behind] * self.world_size, device=self.device)).cpu()
+        behind = [] if numbers is None else [numbers] * self.world_size
+        told = self.exchange.alike(messages(header, self.world_size, counts=behind, device=self.device)).cpu()
         check_told(told, this=self.exchange.rank)
         return told
 
