@@ -84,6 +84,7 @@ def test_layers_lie_as_was_said_and_the_others_in_order(monkeypatch: pytest.Monk
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: dist.HashStore())  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: Group(len(ranks)))
+    monkeypatch.setattr("paramstore_client.moe.expert_parallel.meet_nodes", lambda *_, **__: Nodes.named("aa"))
     source: Any = SimpleNamespace(mode="read", wait_timeout_s=1.0, experts=4)
     said = Placement(((1,), (0,), (1,), (0,)), 2)
 
