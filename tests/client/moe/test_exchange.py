@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
@@ -71,8 +72,8 @@ def test_a_rank_that_has_left_is_named() -> None:
         return str(raised.value)
 
     first, _, third = of_all(run_ranks(3, rank))
-    assert first.startswith("expert-parallel ranks: rank 1 left an exchange; the group is broken")
-    assert third.startswith("expert-parallel ranks: rank 1 left an exchange; the group is broken")
+    for said in (first, third):  # who of the others notices late on a busy machine is named too
+        assert re.match(r"expert-parallel ranks: ranks? (0, )?1(, 2)? left an exchange; the group is broken", said)
 
 
 def test_who_knows_better_which_rank_is_gone_is_asked() -> None:
