@@ -11,14 +11,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from paramstore.errors import ConfigError, ParamStoreError
+from paramstore.errors import ConfigError, ParamStoreError, RankLost
 from paramstore_client.moe.exchange import Arriving, Exchange
 from paramstore_client.moe.header import (
     DTYPE_AT,
@@ -27,6 +27,7 @@ from paramstore_client.moe.header import (
     Header,
     Phase,
     are_in_phase,
+    are_out_of,
     check_told,
     messages,
     refusal,
@@ -50,6 +51,7 @@ class Call:
         """Of what this rank's experts gave; None where they had no rows."""
         self.is_done = False
         """Whether its backward was run."""
+        self._is_settled = False
         self._returned: torch.dtype | None = None
         """Of what the experts of this rank's tokens gave."""
 
@@ -93,7 +95,7 @@ class Call:
 
     def meet(self, phase: Phase) -> None:
         """Sees to it that all ranks stand before the same exchange of rows. Raises StepMismatch, and what another rank tells."""
-        check_told(self._start_word(phase, None).wait().cpu(), this=self._exchange.rank)
+        check_met(self._exchange, self._start_word(phase, None).wait().cpu())
 
     def settle(self, phase: Phase, arriving: Sequence[Arriving], failure: BaseException | None = None) -> list[Tensor]:
         """The rows that came back last, after all ranks have told how they fared. Raises `failure`, else what another rank tells;
@@ -106,8 +108,12 @@ class Call:
                 self._exchange.leave(error)
                 raise
         rows = [each.wait() for each in arriving]
+        self._is_settled = True
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                failure = None  # it would know itself, by this frame
         check_told(told, this=self._exchange.rank)
         known = {DTYPES[dtype] for dtype in told[:, DTYPE_AT].tolist() if dtype != UNKNOWN}
         self._returned = known.pop() if len(known) == 1 else None
@@ -140,6 +146,14 @@ class Call:
         return rows_ND if self._returned is None else rows_ND.to(self._returned)
 
     @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """From where all ranks have agreed on rows to where they `settle`: what is raised within it before that ends the exchange,
+        as this rank sends no more of them."""
+        self._is_settled = False
+        with ending(self._exchange, unless=lambda: self._is_settled):
+            yield
+
+    @contextmanager
     def guard(self, phase: Phase) -> Iterator[None]:
         """What is raised within it, before all rows go `back` at once, the other ranks learn there."""
         try:
@@ -156,6 +170,27 @@ class Call:
             header = replace(self._header, phase=phase)
             told = messages(header, self._exchange.world_size, computed=self.computed, device=self._device)
         return self._exchange.start_alike(told)
+
+
+@contextmanager
+def ending(exchange: Exchange, *, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """What is raised within it ends the exchange, as other ranks wait for rows that this one does not send."""
+    try:
+        yield
+    except BaseException as error:
+        if not unless():
+            exchange.leave(RankLost(f"expert-parallel ranks: this one left a call by {type(error).__name__}: start it again"))
+        raise
+
+
+def check_met(exchange: Exchange, told: Tensor) -> None:
+    """As `check_told`, before rows are sent; where another rank waits for rows, it ends the exchange, as it does there."""
+    try:
+        check_told(told, this=exchange.rank)
+    except ParamStoreError as error:
+        if not all(are_out_of(told, phase) for phase in (Phase.RETURN, Phase.RETURN_BACKWARD)):
+            exchange.leave(error)
+        raise
 
 
 def check_first_derivative() -> None:

@@ -170,9 +170,9 @@ class ColumnEmbedding(ShardedModule):
         call = self._begin(exchange, Phase.TABLE)
         with call.guard(Phase.TABLE):
             sent = local_VC.repeat(call.world_size, 1)
-        call = replace(call, counts=[len(local_VC)] * call.world_size)
-        call.tell()
-        return call.to_asking(sent)
+        told = call.tell(torch.tensor([self.num_embeddings]))
+        self._check_alike("num_embeddings", told[:, TOLD_AT].tolist())
+        return replace(call, counts=[len(local_VC)] * call.world_size).to_asking(sent)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -190,7 +190,16 @@ class ColumnEmbedding(ShardedModule):
         if least < 0 or most >= self.num_embeddings:
             raise ConfigError(f"ids from {least} to {most}: the table has 0 to {self.num_embeddings - 1}")
 
+    def _check_alike(self, what: str, values: list[int]) -> None:
+        if len(set(values)) > 1:
+            raise StepMismatch(f"{what} of table {self.number} differs, by rank: {', '.join(map(str, values))}. No id was sent")
+
     def _begin(self, exchange: Exchange, phase: Phase, *, records: bool = False) -> TableCall:
+        if exchange.world_size * (self.columns.stop - self.columns.start) != self.embedding_dim:
+            raise ConfigError(
+                f"table {self.number} was made with columns {self.columns.start} to {self.columns.stop} of {self.embedding_dim}, "
+                f"there are {exchange.world_size} ranks: make it after torch.distributed.init_process_group"
+            )
         said: dict[str, Any] = dict.fromkeys((field.name for field in fields(Header)), 0) | {
             "phase": phase, "call": exchange.call_count, "layer": self.number, "dtype": DTYPES.index(self.weight.dtype),
             "width": self.embedding_dim, "records": int(records),
@@ -208,10 +217,8 @@ class ColumnEmbedding(ShardedModule):
             padding = -1 if self.padding_idx is None else self.padding_idx
             said = torch.tensor([ids_n.numel(), self.num_embeddings, padding, _checksum(self._local()) if records else 0])
         counts, tables, paddings, checksums = call.tell(said)[:, TOLD_AT : TOLD_AT + 4].T.tolist()
-        for what, values in (("num_embeddings", tables), ("padding_idx", paddings)):
-            if len(set(values)) > 1:
-                told = ", ".join(map(str, values))
-                raise StepMismatch(f"{what} of table {self.number} differs, by rank: {told}. No id was sent")
+        self._check_alike("num_embeddings", tables)
+        self._check_alike("padding_idx", paddings)
         if checksums[0] and len(set(checksums)) == 1:
             raise ConfigError(
                 f"all ranks hold the same columns of table {self.number}: DDP has copied rank 0's, or each has drawn the same. "

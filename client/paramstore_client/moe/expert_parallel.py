@@ -114,6 +114,7 @@ class ExpertParallel:
         different placements; ConfigError for one that does not fit. In a process that is alone it changes nothing.
         """
         checked = _checked(placement)
+        self._check_placeable()
         if self._exchange is not None:
             each = dict.fromkeys(self._layers, checked) if isinstance(checked, Placement) else checked
             place(self._exchange, self._layers, each)
@@ -126,7 +127,13 @@ class ExpertParallel:
         Gives each layer's choice, the same on all ranks; none in a process that is alone. All ranks call it, as `place`, and it
         raises what that raises.
         """
+        self._check_placeable()
         return {} if self._exchange is None else rebalance(self._exchange, self._layers)
+
+    def _check_placeable(self) -> None:
+        """Raises ConfigError among several ranks before there is a layer."""
+        if not self._layers and self.ranks[1] > 1:
+            raise ConfigError("no layer has this ExpertParallel yet, so there is nothing to place: give it placement=, or wait")
 
     @property
     def ranks(self) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paramstore.core.placement import ranks_named
 from paramstore.errors import CLASSES, ParamStoreError, StepMismatch, from_wire
+from paramstore_client.moe.pipeline_plan import REUSES, SPLITS
 
 NUMBERS = 512
 """int64 numbers of one message: a header, and as many counts of rows as fit behind it."""
@@ -111,6 +112,11 @@ def are_in_phase(told: Tensor, phase: Phase) -> bool:
     return bool((told.numpy()[:, PHASE_AT] == phase).all())
 
 
+def are_out_of(told: Tensor, phase: Phase) -> bool:
+    """Whether no rank tells anything of `phase`."""
+    return bool((told.numpy()[:, PHASE_AT] != phase).all())
+
+
 def check_told(told: Tensor, *, this: int) -> None:
     """Raises what another rank told it cannot go on for: its error, where it is one of ours, else a ParamStoreError that names it.
     Raises StepMismatch, which names ranks and values, where headers differ. told: [ranks, NUMBERS], on the host."""
@@ -147,4 +153,5 @@ def check_alike(headers: Sequence[Header]) -> None:
 def _named(field: str, value: int) -> str:
     if field == "phase":
         return Phase(value).name.lower().replace("_", " of ")
-    return str(DTYPES[value]) if field == "dtype" else str(value)
+    known = {"dtype": DTYPES, "split": SPLITS, "reuse": REUSES}.get(field, ())
+    return str(known[value] if value < len(known) else value)

@@ -11,11 +11,14 @@ from torch import Tensor
 from paramstore.errors import CapacityError
 
 ROUND_BYTES = 1 << 16
-"""Buffers are multiples of it, so that one serves tensors of nearly the same size."""
+STEPS = 8
+"""Buffers have one of so many sizes between a power of two and the next, multiples of ROUND_BYTES: one serves what is nearly as
+large, as numbers of rows change from step to step."""
 
 
 class HostArena:
-    """Buffers that are kept when nothing lies in them: the next pass needs about the same ones.
+    """Buffers that are kept when nothing lies in them, as the next pass needs about the same ones: used and free together no more
+    than were ever used at once.
 
     limit_bytes: most bytes of all of them together; None: no limit.
     """
@@ -23,6 +26,8 @@ class HostArena:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
         self._free: dict[tuple[int, bool], list[Tensor]] = {}
+        self._used_bytes = 0
+        self._most_used_bytes = 0
         self.size_bytes = 0
         """Of all buffers, used or free."""
 
@@ -32,17 +37,18 @@ class HostArena:
 
     def take(self, size_bytes: int, *, is_pinned: bool) -> Tensor:
         """Takes a buffer of at least `size_bytes`."""
-        size_bytes = -(-size_bytes // ROUND_BYTES) * ROUND_BYTES
-        free = self._free.get((size_bytes, is_pinned), [])
-        if free:
+        step = max(ROUND_BYTES, (1 << size_bytes.bit_length()) // (2 * STEPS))
+        size_bytes = -(-size_bytes // step) * step
+        used_bytes = self._used_bytes + size_bytes
+        if self._limit_bytes is not None and used_bytes > self._limit_bytes:
+            raise CapacityError(
+                f"activations for backward: {used_bytes} bytes on the host, the limit is {self._limit_bytes}: give more, or a "
+                "reuse that recomputes (S4 needs none)"
+            )
+        self._used_bytes, self._most_used_bytes = used_bytes, max(self._most_used_bytes, used_bytes)
+        if free := self._free.get((size_bytes, is_pinned)):
             return free.pop()
-        if self._limit_bytes is not None and self.size_bytes + size_bytes > self._limit_bytes:
-            self._drop_free()
-            if self.size_bytes + size_bytes > self._limit_bytes:
-                raise CapacityError(
-                    f"activations for backward: {self.size_bytes + size_bytes} bytes on the host, the limit is "
-                    f"{self._limit_bytes}: give more, or a reuse that recomputes (S4 needs none)"
-                )
+        self._drop_free(self._most_used_bytes - size_bytes)
         self.size_bytes += size_bytes
         if is_pinned:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
@@ -50,11 +56,15 @@ class HostArena:
 
     def give_back(self, buffer: Tensor, *, is_pinned: bool) -> None:
         """Keeps a buffer for who takes one next."""
+        self._used_bytes -= len(buffer)
         self._free.setdefault((len(buffer), is_pinned), []).append(buffer)
 
-    def _drop_free(self) -> None:
-        self.size_bytes -= sum(size * len(buffers) for (size, _), buffers in self._free.items())
-        self._free.clear()
+    def _drop_free(self, down_to_bytes: int) -> None:
+        """Drops free buffers until there are no more bytes than that, or none is free."""
+        for (size_bytes, _), buffers in self._free.items():
+            while buffers and self.size_bytes > down_to_bytes:
+                buffers.pop()
+                self.size_bytes -= size_bytes
 
 
 class Held:

@@ -31,9 +31,9 @@ from paramstore.core.placement import Placement
 from paramstore.errors import ConfigError, ParamStoreError
 from paramstore_client.moe.balance.history import TokenHistory
 from paramstore_client.moe.balance.replicas import Replicas
-from paramstore_client.moe.call import Call, check_first_derivative
+from paramstore_client.moe.call import Call, check_first_derivative, check_met, ending
 from paramstore_client.moe.exchange import Exchange
-from paramstore_client.moe.header import DTYPES, NUMBERS, TOLD_AT, Header, Phase, check_told, messages, refusal
+from paramstore_client.moe.header import DTYPES, NUMBERS, TOLD_AT, Header, Phase, messages, refusal
 from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.pipeline import PipelinedCall
 from paramstore_client.moe.pipeline_plan import Pipeline
@@ -100,21 +100,24 @@ class ParallelLayer(ParallelRows):
         records, pipeline = torch.is_grad_enabled(), self._pipeline
         if hooks_around() is not None:  # whoever put them says what is kept, and where
             pipeline = replace(pipeline, reuse="keep")
+        with self.guard(x_TD.device):  # once a forward: a checkpoint that recomputes gives another leaf each time
+            given = anchor() if records and anchor is not None else None
         call = self._agreed(x_TD, taken, counts_G, top_k=top_k, records=records, pipeline=pipeline)
-        if records:
-            self._recorded.add(call)
-        self._load_ahead(call, 0)
-        if not pipeline.is_plain:
-            pipelined = PipelinedCall(call, taken, local, pipeline, arena=self._arena, load_ahead=partial(self._load_ahead, call))
-            return call.returned(pipelined.run(x_TD, anchor))
-        if not records:
-            x_MD = call.computable(0, call.start_tokens(0, x_TD, taken.token_N))
-            return call.returned(call.back(Phase.RETURN, _computed(call, local, x_MD, None)))
-        given = None if anchor is None else anchor()  # once a forward: a checkpoint that recomputes gives another leaf each time
-        leaf = torch.zeros((), requires_grad=True) if given is None else given
-        x_MD, link = _There.apply(call, taken, leaf, x_TD)  # type: ignore[no-untyped-call]
-        y_MD = _computed(call, local, x_MD, None if anchor is None else lambda: given)
-        return call.returned(_Back.apply(call, leaf, link, y_MD))  # type: ignore[no-untyped-call]
+        with call.agreed():
+            if records:
+                self._recorded.add(call)
+            self._load_ahead(call, 0)
+            if not pipeline.is_plain:
+                ahead = partial(self._load_ahead, call)
+                pipelined = PipelinedCall(call, taken, local, pipeline, arena=self._arena, load_ahead=ahead)
+                return call.returned(pipelined.run(x_TD, is_bound=anchor is not None, given=given))
+            if not records:
+                x_MD = call.computable(0, call.start_tokens(0, x_TD, taken.token_N))
+                return call.returned(call.back(Phase.RETURN, _computed(call, local, x_MD, None)))
+            leaf = torch.zeros((), requires_grad=True) if given is None else given
+            x_MD, link = _There.apply(call, taken, leaf, x_TD)  # type: ignore[no-untyped-call]
+            y_MD = _computed(call, local, x_MD, None if anchor is None else lambda: given)
+            return call.returned(_Back.apply(call, leaf, link, y_MD))  # type: ignore[no-untyped-call]
 
     def _load_ahead(self, call: Call, part: int) -> None:
         """Asks for this rank's experts that have rows in `part`, while these are on their way; it fails nobody's work."""
@@ -155,15 +158,16 @@ class ParallelLayer(ParallelRows):
                 chunk_N, counts_CG = chunk_counts(counts_G, taken.token_N.cpu(), tokens=len(x_TD), chunks=pipeline.chunks)
             outgoing = Outgoing.of(counts_CG, groups, chunk_N=chunk_N, device=device)
         counts_WG = self._told(header, outgoing.counts)
-        incoming = Incoming.of_parts(counts_WG, groups, rank=exchange.rank, chunks=pipeline.chunks, device=device)
-        self.history.add([block for part in incoming for block in part.blocks])
-        return Call(exchange, header, outgoing, incoming, device)
+        with ending(exchange):
+            incoming = Incoming.of_parts(counts_WG, groups, rank=exchange.rank, chunks=pipeline.chunks, device=device)
+            self.history.add([block for part in incoming for block in part.blocks])
+            return Call(exchange, header, outgoing, incoming, device)
 
     def _told(self, header: Header, counts: Sequence[Tensor]) -> Tensor:
         """[ranks, numbers], those that each rank tells this one behind its header, as many as this one tells itself. counts: for
         each rank. Raises what `check_told` raises."""
         told = self._exchange.alike(messages(header, len(counts), counts=counts, device=self.device)).cpu()
-        check_told(told, this=self._exchange.rank)
+        check_met(self._exchange, told)
         return torch.cat([told[:, TOLD_AT:], *self._rest(counts)], dim=1)[:, : len(counts[self._exchange.rank])]
 
     def _rest(self, counts: Sequence[Tensor]) -> list[Tensor]:
@@ -220,7 +224,8 @@ class _There(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_MD: Tensor, _: Tensor) -> tuple[None, None, Tensor, Tensor | None]:
-        grad_ND = ctx.call.back(Phase.RETURN_BACKWARD, grad_MD)
+        with ctx.call.agreed():
+            grad_ND = ctx.call.back(Phase.RETURN_BACKWARD, grad_MD)
         ctx.call.is_done = True
         return None, None, torch.zeros(()), ctx.taken.summed(grad_ND) if ctx.wants_x else None
 
@@ -237,4 +242,5 @@ class _Back(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         check_first_derivative()
         ctx.call.meet(Phase.BACKWARD)
-        return None, torch.zeros(()), torch.zeros(()), ctx.call.there(grad_ND)
+        with ctx.call.agreed():
+            return None, torch.zeros(()), torch.zeros(()), ctx.call.there(grad_ND)

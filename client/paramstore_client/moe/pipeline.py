@@ -12,6 +12,7 @@ The paper splits a layer's tokens. Parts of each rank's experts are ours: they c
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -47,26 +48,27 @@ class PipelinedCall:
         self._anchor: Anchor = None
         self._graphs: dict[int, PartGraph] = {}
 
-    def run(self, x_TD: Tensor, anchor: Anchor) -> Tensor:
-        """The rows [N, D] that came back, recorded for backward where grad mode is on."""
+    def run(self, x_TD: Tensor, *, is_bound: bool, given: Tensor | None) -> Tensor:
+        """The rows [N, D] that came back, recorded for backward where grad mode is on. is_bound: whether there is an anchor, which
+        has given `given`."""
         if not torch.is_grad_enabled():
             return self._passed(Phase.RETURN, lambda part: [self._start_rows(part, x_TD)], self._compute)
-        given = None if anchor is None else anchor()
         leaf = torch.zeros((), requires_grad=True) if given is None else given
-        if anchor is not None:
+        if is_bound:
             inner = None if given is None else torch.zeros_like(given, requires_grad=True)
             self._anchor = lambda: inner
         return _Pipelined.apply(self, leaf, x_TD)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The rows that came back, and what the caller keeps for backward."""
+        """The rows that came back, and what the caller keeps for backward: the tokens first where they are sent again."""
         y_ND = self._passed(Phase.RETURN, lambda part: [self._start_rows(part, x_TD)], self._record)
-        return y_ND, [tensor for graph in self._graphs.values() for tensor in graph.take_kept()]
+        tokens = [x_TD] if self._pipeline.sends_again else []
+        return y_ND, tokens + [tensor for graph in self._graphs.values() for tensor in graph.take_kept()]
 
-    def backward(self, grad_ND: Tensor, x_TD: Tensor, kept: list[Tensor]) -> Tensor:
+    def backward(self, grad_ND: Tensor, kept: list[Tensor]) -> Tensor:
         """The gradients of tokens. kept: what `forward` gave."""
         self._call.meet(Phase.BACKWARD)
-        is_sent_again = self._pipeline.sends_again
+        tokens, kept = (kept[:1], kept[1:]) if self._pipeline.sends_again else ([], kept)
         does_stay = torch._C._autograd._get_current_graph_task_keep_graph()
         by_part = {}
         for part, graph in self._graphs.items():
@@ -74,7 +76,7 @@ class PipelinedCall:
 
         def start(part: int) -> list[Arriving]:
             gradients = self._call.start_there(part, self._ordered(part, grad_ND))
-            return [gradients, self._start_rows(part, x_TD)] if is_sent_again else [gradients]
+            return [gradients, *(self._start_rows(part, x_TD) for x_TD in tokens)]
 
         def compute(part: int, grad_MD: Tensor, x_MD: Tensor | None = None) -> Tensor:
             if not self._call.incoming[part].blocks:
@@ -84,7 +86,8 @@ class PipelinedCall:
                 lambda x_MD: self._experts(part, x_MD), grad_MD, kept=by_part.pop(part), x_MD=x_MD, does_stay=does_stay
             )
 
-        grad_TD = self._taken.summed(self._passed(Phase.RETURN_BACKWARD, start, compute))
+        with self._call.agreed():
+            grad_TD = self._taken.summed(self._passed(Phase.RETURN_BACKWARD, start, compute))
         self._call.is_done = True
         if not does_stay:
             self._graphs.clear()
@@ -99,22 +102,33 @@ class PipelinedCall:
         rows_ND: Tensor | None = None
         back: Arriving | None = None
         failure: BaseException | None = None
-        following = start(0)
-        for part in range(call.parts):
-            under_way, following = following, start(part + 1) if part + 1 < call.parts else []
-            arrived = [call.computable(part, each) for each in under_way]
-            computed = None
-            if failure is None:
-                try:
-                    computed = compute(part, *arrived)
-                except BaseException as error:  # noqa: BLE001 - raised where all do
-                    failure = error
-            del arrived
-            before, back = back, call.start_back(part, computed)
-            if before is not None:
-                rows_ND = self._placed(rows_ND, part - 1, before.wait())
-        assert back is not None
-        (last,) = call.settle(phase, [back], failure)
+        try:
+            following = start(0)
+            for part in range(call.parts):
+                under_way, following = following, start(part + 1) if part + 1 < call.parts else []
+                arrived = [call.computable(part, each) for each in under_way]
+                under_way.clear()  # the rows as they came
+                computed = None
+                if failure is None:
+                    try:
+                        computed = compute(part, *arrived)
+                    except BaseException as error:  # noqa: BLE001 - raised where all do
+                        failure = error
+                        traceback.clear_frames(error.__traceback__)  # what they hold is needed for the parts to come
+                del arrived
+                before, back = back, call.start_back(part, computed)
+                del computed
+                if before is not None:
+                    rows_ND = self._placed(rows_ND, part - 1, before.wait())
+                del before
+            assert back is not None
+            (last,) = call.settle(phase, [back], failure)
+        except BaseException as error:
+            if failure is None or error is failure:
+                raise
+            raise failure from error  # its own comes first
+        finally:
+            failure = None  # it would know itself, by this frame
         return self._placed(rows_ND, call.parts - 1, last)
 
     def _placed(self, rows_ND: Tensor | None, part: int, arrived: Tensor) -> Tensor:
@@ -155,12 +169,12 @@ class _Pipelined(torch.autograd.Function):
     def forward(ctx: Any, call: PipelinedCall, leaf: Tensor, x_TD: Tensor) -> Tensor:
         y_ND, kept = call.forward(x_TD)
         ctx.call = call
-        ctx.save_for_backward(x_TD, *kept)
+        ctx.save_for_backward(*kept)
         return y_ND
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, Tensor, Tensor | None]:
         check_first_derivative()
-        x_TD, *kept = ctx.saved_tensors  # before any exchange: unpacking may recompute a checkpointed region, which has its own
-        grad_TD = ctx.call.backward(grad_ND, x_TD, kept)
+        kept = list(ctx.saved_tensors)  # before any exchange: unpacking may recompute a checkpointed region, which has its own
+        grad_TD = ctx.call.backward(grad_ND, kept)
         return None, torch.zeros(()), grad_TD if ctx.needs_input_grad[2] else None

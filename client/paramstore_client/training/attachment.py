@@ -82,7 +82,7 @@ class Attachment:
             self.early.remove()
         for removal in self._removals:
             removal()
-        self._shards.give(1.0)
+        self._shards.give_back()
         self._module.listener = None
         self._module.sentinel.grad = None
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paramstore.errors import ConfigError
+from paramstore.errors import ConfigError, StepMismatch
 from paramstore_client.nn.sharded import ShardedModule
 from paramstore_client.training.options import holds_any
 from paramstore_client.training.updates import Reduce
@@ -38,10 +38,24 @@ class HeldShards:
         return math.sqrt(sum(norm * norm for norm in norms))
 
     def give(self, coefficient: float) -> None:
-        """Gives the gradients back for the optimizer's step, times `coefficient`."""
+        """Gives the gradients back for the optimizer's step, times `coefficient`. Raises StepMismatch where a backward has added
+        one since they were taken, which no norm counts."""
+        for module in self._modules:
+            if module.weight.grad is not None:
+                raise StepMismatch(
+                    f"{type(module).__name__}({module.extra_repr()}): a backward through none of the experts has added to its "
+                    "gradient, after the one whose norm was made: add their losses up, and go backward once"
+                )
         for module, held in zip(self._modules, self._held, strict=True):
             if held is not None:
                 module.weight.grad = held if coefficient == 1.0 else held.mul_(coefficient)
+        self.drop()
+
+    def give_back(self) -> None:
+        """Adds the gradients to those that the weights have."""
+        for module, held in zip(self._modules, self._held, strict=True):
+            if held is not None:
+                module.weight.grad = held if module.weight.grad is None else module.weight.grad.add_(held)
         self.drop()
 
     def drop(self) -> None:

@@ -334,3 +334,25 @@ def test_a_width_that_ranks_do_not_divide_is_refused() -> None:
 def test_tables_whose_rows_or_gradients_are_made_otherwise_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="are not served"):
         ColumnEmbedding.from_embedding(nn.Embedding(4, 8, **option), parallel=ExpertParallel())
+
+
+def test_tables_of_other_length_are_not_gathered() -> None:
+    def rank(exchange: FlatExchange) -> None:
+        table = ColumnEmbedding(5 + exchange.rank, 8, parallel=ThreadParallel(exchange))
+        with pytest.raises(StepMismatch, match="num_embeddings of table 0 differs, by rank: 5, 6"):
+            table.gathered()
+
+    of_all(run_ranks(2, rank))
+
+
+def test_a_table_that_was_made_before_the_ranks_met_is_refused() -> None:
+    class Late(ThreadParallel):
+        ranks = (0, 1)  # type: ignore[assignment]  # as before init_process_group
+
+    def rank(exchange: FlatExchange) -> None:
+        table = ColumnEmbedding(5, 8, parallel=Late(exchange))
+        for call in (lambda: table(torch.tensor([1])), table.gathered, table.gradient_norm):
+            with pytest.raises(ConfigError, match="columns 0 to 8 of 8, there are 2 ranks: make it after"):
+                call()
+
+    of_all(run_ranks(2, rank))

@@ -142,3 +142,13 @@ def test_containers_that_dispatch_by_themselves_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="SwitchTransformersExperts keeps a module for each expert"):
         check_parallel(model, [path])
     check_parallel(model, ["shared"])
+
+
+@pytest.mark.usefixtures("in_a_job")
+def test_nothing_is_placed_before_there_is_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    parallel = ExpertParallel(Group(2))
+    for call in (lambda: parallel.place(Placement.in_order(4, 2)), parallel.rebalance):
+        with pytest.raises(ConfigError, match="no layer has this ExpertParallel yet"):
+            call()

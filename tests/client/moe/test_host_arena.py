@@ -44,3 +44,14 @@ def test_what_does_not_fit_is_refused_with_the_bytes_and_free_buffers_make_room_
     with pytest.raises(CapacityError):
         arena.hold(_storage(2 * ROUND_BYTES + 1))
     assert arena.hold(_storage(2 * ROUND_BYTES)).bytes().tolist() == list(_storage(2 * ROUND_BYTES))
+
+
+def test_buffers_grow_no_further_than_were_used_at_once_whatever_the_sizes() -> None:
+    arena, drawn = HostArena(), torch.Generator().manual_seed(0)
+    most = 0
+    for _ in range(50):
+        sizes = torch.randint(ROUND_BYTES, 20 * ROUND_BYTES, (10,), generator=drawn).tolist()
+        held = [arena.hold(_storage(size)) for size in sizes]
+        most = max(most, sum(map(len, (each.bytes() for each in held))))
+        del held
+    assert arena.size_bytes <= 1.3 * most

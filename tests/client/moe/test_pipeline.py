@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -129,12 +130,18 @@ def test_a_graph_that_stays_is_passed_back_again(reuse: str) -> None:
 def test_experts_under_autocast_are_computed_again_as_they_were() -> None:
     job = Job()
 
-    def compute(exchange: FlatExchange, pipeline: Pipeline) -> Computed:
+    def compute(exchange: FlatExchange, pipeline: Pipeline) -> Tensor:
+        x, ids, gates, grad = (drawn[job.parts[exchange.rank]] for drawn in job.draw())
+        x = x.clone().requires_grad_()
+        layer = StoredExperts(job.namespace(), 0, parallel=ThreadParallel(exchange, pipeline=pipeline))
         with torch.autocast("cpu", torch.bfloat16):
-            return Computed.of(job, job.namespace(), job.parts[exchange.rank], ThreadParallel(exchange, pipeline=pipeline))
+            y = layer(x, ids, gates)
+        y.backward(grad)  # outside of it, as it is done
+        assert x.grad is not None
+        return x.grad
 
     def rank(exchange: FlatExchange) -> None:
-        compute(exchange, Pipeline(parts=2, reuse="S4")).check_equal(compute(exchange, Pipeline(parts=2)))
+        assert torch.equal(compute(exchange, Pipeline(parts=2, reuse="S4")), compute(exchange, Pipeline(parts=2)))
 
     of_all(run_ranks(len(job.tokens), rank))
 
@@ -319,3 +326,84 @@ def test_a_second_derivative_is_refused_on_all_ranks() -> None:
             y.sum().backward(create_graph=True)
 
     of_all(run_ranks(2, rank))
+
+
+def test_ranks_that_fail_at_different_rows_exchange_none_after_it() -> None:
+    """They would be rows of another call, or end the process where lengths differ."""
+    job = Job(tokens=(9, 8))
+
+    def rank(exchange: FlatExchange) -> list[str]:
+        parallel, said = ThreadParallel(exchange, pipeline=Pipeline(parts=2)), []
+        start_rows, started = exchange.start_rows, [0]
+
+        def failing(*arguments: Any, **options: Any) -> Any:
+            started[0] += 1
+            if started[0] == 2 + exchange.rank:
+                raise MemoryError("for rows")
+            return start_rows(*arguments, **options)
+
+        exchange.start_rows = failing  # type: ignore[method-assign]
+        for _ in range(2):
+            with pytest.raises((ParamStoreError, MemoryError)) as raised:
+                Computed.of(job, job.namespace(), job.parts[exchange.rank], parallel)
+            said.append(type(raised.value).__name__)
+        return said
+
+    assert of_all(run_ranks(2, rank, timeout_s=2.0)) == [["MemoryError", "RankLost"]] * 2
+
+
+def test_what_failed_is_not_kept() -> None:
+    job = Job(tokens=(5, 4))
+
+    def rank(exchange: FlatExchange) -> None:
+        seen: list[weakref.ref[Any]] = []
+
+        def expert(x: Tensor, weights: Any) -> Tensor:
+            hidden = swiglu(x, weights)
+            seen.append(weakref.ref(hidden))
+            raise MemoryError("of the kernel")
+
+        parallel = ThreadParallel(exchange, pipeline=Pipeline(parts=2, reuse="S1"))
+        with suppress(MemoryError, ParamStoreError):
+            Computed.of(job, job.namespace(), job.parts[exchange.rank], parallel, expert_fn=expert)
+        assert seen
+        assert not any(tensor() is not None for tensor in seen), "without the collector"
+
+    gc.disable()
+    try:
+        of_all(run_ranks(2, rank))
+    finally:
+        gc.enable()
+
+
+def test_tokens_may_be_changed_in_place_behind_the_layer() -> None:
+    job = Job(tokens=(5, 4))
+
+    def rank(exchange: FlatExchange) -> None:
+        x, ids, gates, grad = (drawn[job.parts[exchange.rank]] for drawn in job.draw())
+        parallel = ThreadParallel(exchange, pipeline=Pipeline(parts=2, reuse="S1"))
+        stream = x.clone().requires_grad_() * 1
+        stream += StoredExperts(job.namespace(), 0, parallel=parallel)(stream, ids, gates)
+        stream.backward(grad)
+
+    of_all(run_ranks(2, rank))
+
+
+def test_what_the_anchor_raises_all_ranks_raise_and_are_in_step_after_it() -> None:
+    job = Job(tokens=(5, 4))
+
+    def rank(exchange: FlatExchange) -> str:
+        x, ids, gates, _ = (drawn[job.parts[exchange.rank]] for drawn in job.draw())
+        layer = StoredExperts(job.namespace(), 0, parallel=ThreadParallel(exchange, pipeline=Pipeline(parts=2)))
+
+        def anchor() -> Tensor:
+            raise CapacityError("no apply can begin")
+
+        layer.anchor = anchor if exchange.rank == 1 else None
+        with pytest.raises(CapacityError) as raised:
+            layer(x, ids, gates)
+        layer.anchor = None
+        layer(x, ids, gates)
+        return str(raised.value)
+
+    assert of_all(run_ranks(2, rank)) == ["rank 1: no apply can begin", "no apply can begin"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import paramstore_client as ps
-from paramstore.errors import ConfigError
+from paramstore.errors import ConfigError, StepMismatch
 from paramstore_client.nn.sharded import ShardedModule
 from paramstore_client.training import bind
 from paramstore_client.training.shards import HeldShards, before_step, check_shards
@@ -50,6 +50,18 @@ def test_gradients_are_taken_add_up_and_are_given_back_scaled() -> None:
     part.weight.grad = None
     shards.give(1.0)
     assert part.weight.grad is None
+
+
+def test_a_gradient_that_no_norm_counts_is_refused_and_nothing_is_lost() -> None:
+    part = Part()
+    shards = HeldShards([part])
+    backward(part)
+    shards.take()
+    backward(part)
+    with pytest.raises(StepMismatch, match=r"through none of the experts has added"):
+        shards.give(1.0)
+    shards.give_back()
+    assert torch.equal(part.weight.grad, torch.tensor([[8.0, 0.0]]))
 
 
 def test_dropped_gradients_are_gone() -> None:

@@ -33,9 +33,12 @@ def split_tasks(batches: Sequence[int], *, rank: int, world_size: int) -> list[T
     batches: the rows of each task's batch, 1 or more, the same on every rank. With few rows some ranks have none, and take part in
     exchanges without tokens. Raises ConfigError.
 
-        for own in ps.moe.split_tasks((512, 256, 128, 128), rank=rank, world_size=world_size):
-            x, y = batch_of(own.task)[own.rows]
-            (own.weight * loss_of(own.task, model(x), y)).backward()
+        mine = ps.moe.split_tasks((512, 256, 128, 128), rank=rank, world_size=world_size)
+        y = model(torch.cat([batch_of(own.task)[own.rows] for own in mine]))
+        parts = y.split([own.rows.stop - own.rows.start for own in mine])
+        sum(own.weight * loss_of(own, part) for own, part in zip(mine, parts)).backward()
+
+    One forward and one backward a step, on every rank: DDP and expert-parallel layers exchange something in each.
     """
     sizes = indices("batches", batches)
     world_size = whole_number("world_size", world_size, least=1)

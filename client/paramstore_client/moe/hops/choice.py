@@ -65,13 +65,14 @@ class Speeds:
     @property
     def are_links_slow(self) -> bool:
         """Whether what crosses between nodes is what rows wait for, so that sending less of it can pay."""
-        return self.flat.s_per_byte >= SLOW * self.inside.s_per_byte
+        return self.flat.s_per_byte > SLOW * self.inside.s_per_byte
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
     """What a call sends to other nodes, of the rank that sends most: row_bytes in the flat exchange, token_bytes with each token
-    once. spread_bytes: the most that a rank then gives to those of its node."""
+    once. spread_bytes: what a rank then gives to those of its node where tokens come
+    from all nodes alike; more where they do not."""
 
     row_bytes: int
     token_bytes: int

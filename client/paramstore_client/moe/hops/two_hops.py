@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from paramstore_client.moe.exchange import Arriving, Exchange, FlatExchange
 from paramstore_client.moe.hops.choice import ExchangeChoice
 from paramstore_client.moe.hops.nodes import Nodes
 from paramstore_client.moe.hops.plan import TwoHops
+from paramstore_client.ranges import EXCHANGE, named
 
 
 class TwoHopExchange(Exchange):
@@ -34,7 +38,9 @@ class TwoHopExchange(Exchange):
         self.flat = flat
         self.nodes = nodes
         self._choose = choose
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="paramstore-hops")
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._worker: threading.Thread | None = None
+        weakref.finalize(self, self._tasks.put, None)
         self.chosen: ExchangeChoice | None = None
         """How rows travel; None before the first."""
         self.call_count = 0
@@ -87,30 +93,43 @@ class TwoHopExchange(Exchange):
     def in_turn(self, send: Callable[[], Tensor]) -> Arriving:
         """Runs what sends rows, after what is under way."""
 
-        def run() -> Tensor:
-            with torch.no_grad():  # a word for one thread
-                return send()
+        if self._worker is None:  # a daemon: a process that ends waits for no rows
+            self._worker = threading.Thread(target=_work, args=(self._tasks,), name="paramstore-hops", daemon=True)
+            self._worker.start()
+        rows: Future[Tensor] = Future()
 
-        return _Sent(self, self._worker.submit(run))
+        def run() -> None:
+            try:
+                with torch.no_grad():  # a word for one thread
+                    rows.set_result(send())
+            except ParamStoreError as error:
+                rows.set_exception(error)
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for; nothing is sent after it
+                self.leave(
+                    RankLost(f"expert-parallel ranks: this one left an exchange by {type(error).__name__}: start it again")
+                )
+                rows.set_exception(error)
+
+        self._tasks.put(run)
+        return _Sent(rows)
 
 
 class _Sent(Arriving):
     """Rows that the exchange's thread sends."""
 
-    def __init__(self, exchange: TwoHopExchange, rows: Future[Tensor]) -> None:
-        self._exchange = exchange
+    def __init__(self, rows: Future[Tensor]) -> None:
         self._rows = rows
 
     def wait(self) -> Tensor:
-        try:
+        with named(EXCHANGE):
             return self._rows.result()
-        except ParamStoreError:
-            raise
-        except BaseException as error:
-            self._exchange.leave(
-                RankLost(f"expert-parallel ranks: this one left an exchange by {type(error).__name__}: start it again")
-            )
-            raise
+
+
+def _work(tasks: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Does tasks until one is None."""
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # it knows the exchange, which ends this when nobody has it any more
 
 
 def row_bytes(rows: Tensor) -> int:

@@ -175,3 +175,43 @@ def test_an_exchange_that_was_left_refuses_rows() -> None:
 def test_bytes_of_a_row_are_known_where_there_is_none() -> None:
     assert row_bytes(torch.zeros(0, 3, 5, dtype=torch.bfloat16)) == 30
     assert row_bytes(torch.zeros(0, dtype=torch.uint8)) == 1
+
+
+def test_what_fails_between_the_hops_of_one_rank_ends_the_exchange_before_the_next_call_sends() -> None:
+    """A backend ends the process where rows meet others of another length."""
+
+    def rank(flat: FlatExchange) -> str:
+        exchange = hopping(flat, "aa")
+        rows, called = flat.rows, [0]
+
+        def failing(sent: Tensor, *, to_each: Sequence[int], from_each: Sequence[int]) -> Tensor:
+            called[0] += 1
+            if flat.rank == 0 and called[0] == 2:
+                raise MemoryError("of the host")
+            return rows(sent, to_each=to_each, from_each=from_each)
+
+        flat.rows = failing  # type: ignore[method-assign]
+        sent = torch.ones(100, 4)
+        under_way = [exchange.start_rows(sent, to_each=[50, 50], from_each=[50, 50]) for _ in range(2)]
+        said = []
+        for each in under_way:
+            with pytest.raises((ParamStoreError, MemoryError)) as raised:
+                each.wait()
+            said.append(f"{type(raised.value).__name__}: {raised.value}")
+        return " | ".join(said)
+
+    first, second = of_all(run_ranks(2, rank, timeout_s=1.0))
+    assert first.startswith("MemoryError: of the host | RankLost: expert-parallel ranks: this one left an exchange by MemoryError")
+    assert "rank 0" in second
+
+
+def test_the_thread_ends_with_the_exchange() -> None:
+    def rank(flat: FlatExchange) -> threading.Thread | None:
+        exchange = hopping(flat, "aa")
+        exchange.rows(torch.ones(2, 4), to_each=[1, 1], from_each=[1, 1])
+        return exchange._worker
+
+    for thread in of_all(run_ranks(2, rank)):
+        assert thread is not None
+        thread.join(10.0)
+        assert not thread.is_alive()
