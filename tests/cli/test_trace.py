@@ -108,7 +108,7 @@ def test_a_trace_without_tokens_is_replayed_and_says_so(tmp_path: Path, paramsto
         (None, "No such file or directory: `paramstore trace record` makes a trace"),
         (b"", "this is no trace"),
         (b"\x80\x04 a model", "this is no trace: it begins with"),
-        (served().pack().replace(b"trace 1", b"trace 3"), "a newer paramstore has written it"),
+        (served().pack().replace(b"trace 1", b"trace 4"), "a newer paramstore has written it"),
         (served().pack()[:-4], "this is no trace: "),
         (served().pack()[:-9] + b"\xff" + served().pack()[-8:], "this is no trace: "),
         (served(steps=0).pack(), "trace 'toy' uses no expert of 8: there is nothing to replay"),
