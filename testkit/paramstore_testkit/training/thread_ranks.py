@@ -20,6 +20,9 @@ from paramstore_client.moe.pipeline_plan import Pipeline
 T = TypeVar("T")
 
 GIVE_UP_S = 60.0
+GROUP_S = 12.0
+"""Longest that a group waits in a call by itself. A call that one rank left is under way as long, and whoever collects its group
+stands still until then: a rank of a later test, which waits longer."""
 
 
 class ThreadParallel:
@@ -53,7 +56,7 @@ class ThreadParallel:
 
 
 def run_ranks(
-    count: int, rank: Callable[[FlatExchange], T], *, timeout_s: float = 20.0,
+    count: int, rank: Callable[[FlatExchange], T], *, timeout_s: float = 30.0,
     lost: Callable[[], ParamStoreError | None] = lambda: None,
 ) -> list[T | BaseException]:  # fmt: skip
     """Calls `rank` in a thread for each of `count` ranks, with its exchange; gives what each returned or raised, by rank."""
@@ -62,7 +65,7 @@ def run_ranks(
 
     def run(number: int) -> None:
         try:
-            limit = datetime.timedelta(seconds=GIVE_UP_S)
+            limit = datetime.timedelta(seconds=GROUP_S)
             messages, rows = (
                 distributed_c10d.ProcessGroupGloo(distributed_c10d.PrefixStore(name, store), number, count, limit)
                 for name in ("messages", "rows")
