@@ -23,7 +23,7 @@ from paramstore_testkit.nodes.namespaces import missing_reason, open_network
 from paramstore_testkit.nodes.ranks import start_ranks
 
 RATE_MBIT_S = 100.0
-JOB_S = 240.0
+JOB_S = 300.0
 TASKS, FOUND = "tasks.json", "found.json"
 FLAT = "flat exchange"
 
@@ -90,7 +90,13 @@ def _rows(topology: Topology, tasks: Sequence[LinkTask], folder: Path) -> Iterat
 
 def _found(topology: Topology, tasks: Sequence[LinkTask], folder: Path) -> list[LinkFound]:
     (folder / TASKS).write_bytes(msgspec.json.encode(tasks))
-    command = [sys.executable, "-m", "paramstore_bench.moe.link_rank", str(folder)]
+    run_on(topology, "paramstore_bench.moe.link_rank", folder)
+    return msgspec.json.decode((folder / FOUND).read_bytes(), type=list[LinkFound])
+
+
+def run_on(topology: Topology, module: str, folder: Path) -> None:
+    """Runs a module as each rank, on the nodes of a topology. Raises StoreUnavailable where a rank ends early."""
+    command = [sys.executable, "-m", module, str(folder)]
     with (
         open_network(topology) as network,
         start_ranks(network, command, ranks_per_node=RANKS // len(topology.machines)) as ranks,
@@ -99,4 +105,3 @@ def _found(topology: Topology, tasks: Sequence[LinkTask], folder: Path) -> list[
     for rank, each in enumerate(ended):
         if each.exit_code != 0:
             raise StoreUnavailable(f"rank {rank} ended with {each.exit_code}: {each.errors[-2000:]}")
-    return msgspec.json.decode((folder / FOUND).read_bytes(), type=list[LinkFound])

@@ -6,7 +6,6 @@ what its exchanges take without experts, or its experts without exchanges: both 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,14 +13,11 @@ import msgspec
 
 from paramstore.bench.pairs import Pairs
 from paramstore.bench.report.rows import SUBJECT, Row, Target, judged
-from paramstore.errors import StoreUnavailable
-from paramstore_bench.moe.sizes import RANKS, Sizes
+from paramstore_bench.moe.links import run_on
+from paramstore_bench.moe.sizes import Sizes
 from paramstore_testkit.nodes.links import shared_link
-from paramstore_testkit.nodes.namespaces import open_network
-from paramstore_testkit.nodes.ranks import start_ranks
 
 RATE_MBIT_S = 200.0
-JOB_S = 300.0
 TASKS, FOUND = "parts_tasks.json", "parts_found.json"
 COUNTS = 2, 4, 8
 SPEED_TARGET, BOUND_TARGET = Target("ratio", ">=", 1.25), Target("ratio", ">=", 0.55)
@@ -83,14 +79,5 @@ def _rows(task: PartsTask, found: PartsFound, *, is_best: bool) -> Iterator[Row]
 
 def _found(task: PartsTask, folder: Path) -> Sequence[PartsFound]:
     (folder / TASKS).write_bytes(msgspec.json.encode(task))
-    command = [sys.executable, "-m", "paramstore_bench.moe.parts_rank", str(folder)]
-    topology = shared_link(RATE_MBIT_S)
-    with (
-        open_network(topology) as network,
-        start_ranks(network, command, ranks_per_node=RANKS // len(topology.machines)) as ranks,
-    ):
-        ended = ranks.wait(timeout_s=JOB_S)
-    for rank, each in enumerate(ended):
-        if each.exit_code != 0:
-            raise StoreUnavailable(f"rank {rank} ended with {each.exit_code}: {each.errors[-2000:]}")
+    run_on(shared_link(RATE_MBIT_S), "paramstore_bench.moe.parts_rank", folder)
     return msgspec.json.decode((folder / FOUND).read_bytes(), type=list[PartsFound])

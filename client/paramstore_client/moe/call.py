@@ -184,7 +184,7 @@ def ending(exchange: Exchange, *, unless: Callable[[], bool] = lambda: False) ->
 
 
 def check_met(exchange: Exchange, told: Tensor) -> None:
-    """As `check_told`, before rows are sent; where another rank waits for rows, it ends the exchange, as it does there."""
+    """Raises what `check_told` raises, before rows are sent; where another rank waits for rows, the exchange ends with it."""
     try:
         check_told(told, this=exchange.rank)
     except ParamStoreError as error:

@@ -48,7 +48,7 @@ class Pipeline:
 
     @property
     def chunks(self) -> int:
-        """Of tokens."""
+        """How many chunks of tokens travel one after the other."""
         return self.parts if self.split == "tokens" else 1
 
     @property
