@@ -12,10 +12,13 @@ from torch import Tensor
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import AdamW
+from paramstore.core.placement import Placement
 from paramstore.testing.memory_namespace import MemoryNamespace
+from paramstore_client.moe.exchange import FlatExchange
+from paramstore_client.moe.pipeline_plan import Pipeline
 from paramstore_client.nn import StoredExperts
 from paramstore_client.schemas import adamw_schema
-from paramstore_testkit.training.thread_ranks import ThreadParallel
+from paramstore_testkit.training.thread_ranks import ThreadParallel, of_all, run_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,9 @@ class Job:
     lease_slots: int = 3
     width: int = 24
     inner: int = 10
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x{self.experts}x{self.top_k}-{self.dtype}"
 
     @property
     def parts(self) -> list[slice]:
@@ -83,6 +89,16 @@ class Computed:
         assert x.grad is not None
         assert gates.grad is not None
         return cls(y.detach(), x.grad, gates.grad, dict(namespace.pending))
+
+    @classmethod
+    def by_ranks(cls, job: Job, placement: Placement | None = None, pipeline: Pipeline | None = None) -> Computed:
+        """Computes a forward and a backward of all tokens, each rank those that it has."""
+
+        def rank(exchange: FlatExchange) -> Computed:
+            parallel = ThreadParallel(exchange, placement, pipeline)
+            return cls.of(job, job.namespace(), job.parts[exchange.rank], parallel)
+
+        return cls.together(of_all(run_ranks(len(job.tokens), rank)))
 
     @classmethod
     def together(cls, ranks: Sequence[Computed]) -> Computed:
