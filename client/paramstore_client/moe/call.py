@@ -18,20 +18,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paramstore.errors import ConfigError, ParamStoreError, RankLost
-from paramstore_client.moe.exchange import Arriving, Exchange
-from paramstore_client.moe.header import (
-    DTYPE_AT,
-    DTYPES,
-    UNKNOWN,
-    Header,
-    Phase,
-    are_in_phase,
-    are_out_of,
-    check_told,
-    messages,
-    refusal,
-)  # fmt: skip
+from paramstore.errors import ConfigError, ParamStoreError
+from paramstore_client.moe.exchange import Arriving, Exchange, left_by
+from paramstore_client.moe.header import DTYPE_AT, DTYPES, UNKNOWN, Header, Phase, check_told, messages, phases, refusal
 from paramstore_client.moe.row_plan import Incoming, Outgoing, inverse
 
 
@@ -101,12 +90,8 @@ class Call:
         """The rows that came back last, after all ranks have told how they fared. Raises `failure`, else what another rank tells;
         StepMismatch where one does something else, which ends the exchange."""
         told = self._start_word(phase, failure).wait().cpu()
-        if not are_in_phase(told, phase):
-            try:
-                check_told(told, this=self._exchange.rank)
-            except ParamStoreError as error:
-                self._exchange.leave(error)
-                raise
+        if phases(told) != {phase}:
+            check_met(self._exchange, told)
         rows = [each.wait() for each in arriving]
         self._is_settled = True
         if failure is not None:
@@ -173,22 +158,33 @@ class Call:
 
 
 @contextmanager
+def telling(exchange: Exchange, phase: Phase, device: torch.device) -> Iterator[None]:
+    """What is raised within it, the other ranks learn in place of this one's next header, of `phase`."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(ParamStoreError):  # the exchange's own: they learn it from that
+            exchange.alike(refusal(error, phase=phase, device=device).repeat(exchange.world_size, 1))
+        raise
+
+
+@contextmanager
 def ending(exchange: Exchange, *, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """What is raised within it ends the exchange, as other ranks wait for rows that this one does not send."""
     try:
         yield
     except BaseException as error:
         if not unless():
-            exchange.leave(RankLost(f"expert-parallel ranks: this one left a call by {type(error).__name__}: start it again"))
+            exchange.leave(left_by(error))
         raise
 
 
 def check_met(exchange: Exchange, told: Tensor) -> None:
-    """Raises what `check_told` raises, before rows are sent; where another rank waits for rows, the exchange ends with it."""
+    """Raises what `check_told` raises; where a rank waits for rows, the exchange ends with it."""
     try:
         check_told(told, this=exchange.rank)
     except ParamStoreError as error:
-        if not all(are_out_of(told, phase) for phase in (Phase.RETURN, Phase.RETURN_BACKWARD)):
+        if not phases(told).isdisjoint((Phase.RETURN, Phase.RETURN_BACKWARD)):
             exchange.leave(error)
         raise
 

@@ -76,6 +76,11 @@ class Exchange(Protocol):
         return self.start_rows(sent, to_each=to_each, from_each=from_each).wait()
 
 
+def left_by(error: BaseException) -> RankLost:
+    """What an exchange ends with on a rank that `error` takes out of it."""
+    return RankLost(f"expert-parallel ranks: this one left an exchange by {type(error).__name__}: start it again")
+
+
 class FlatExchange(Exchange):
     """One all-to-all a call, over groups of `torch.distributed` that nothing else uses.
 
@@ -128,7 +133,7 @@ class FlatExchange(Exchange):
             self._broken = self._reason(error, waited_s=time.monotonic() - began_s)
             raise self._broken from error
         except BaseException as error:
-            self._broken = RankLost(f"expert-parallel ranks: this one left an exchange by {type(error).__name__}: start it again")
+            self._broken = left_by(error)
             raise
 
     def _reason(self, error: RuntimeError, *, waited_s: float) -> ParamStoreError:

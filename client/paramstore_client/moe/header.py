@@ -107,14 +107,9 @@ def refusal(error: BaseException, *, phase: Phase, device: torch.device) -> Tens
     return told.to(device)
 
 
-def are_in_phase(told: Tensor, phase: Phase) -> bool:
-    """Whether all ranks tell something of `phase`, a refusal too."""
-    return bool((told.numpy()[:, PHASE_AT] == phase).all())
-
-
-def are_out_of(told: Tensor, phase: Phase) -> bool:
-    """Whether no rank tells anything of `phase`."""
-    return bool((told.numpy()[:, PHASE_AT] != phase).all())
+def phases(told: Tensor) -> set[int]:
+    """The phases of which ranks tell something, a refusal too."""
+    return set(told.numpy()[:, PHASE_AT].tolist())
 
 
 def check_told(told: Tensor, *, this: int) -> None:

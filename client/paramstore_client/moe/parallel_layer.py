@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paramstore.core.placement import Placement
-from paramstore.errors import ConfigError, ParamStoreError
+from paramstore.errors import ConfigError
 from paramstore_client.moe.balance.history import TokenHistory
 from paramstore_client.moe.balance.replicas import Replicas
-from paramstore_client.moe.call import Call, check_first_derivative, check_met, ending
+from paramstore_client.moe.call import Call, check_first_derivative, check_met, ending, telling
 from paramstore_client.moe.exchange import Exchange
-from paramstore_client.moe.header import DTYPES, NUMBERS, TOLD_AT, Header, Phase, messages, refusal
+from paramstore_client.moe.header import DTYPES, NUMBERS, TOLD_AT, Header, Phase, messages
 from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.pipeline import PipelinedCall
 from paramstore_client.moe.pipeline_plan import Pipeline
@@ -150,7 +150,7 @@ class ParallelLayer(ParallelRows):
         if self._replicas is not None:
             counted_R = self._replicas.counted(counts_G)
             counted_WR = self._told(replace(header, phase=Phase.REPLICAS), [counted_R] * exchange.world_size)
-        with self._telling(device):
+        with telling(exchange, Phase.FORWARD, device):
             if self._replicas is not None and counted_WR is not None:
                 counts_G = self._replicas.split(counts_G, counted_WR, rank=exchange.rank)
             chunk_N, counts_CG = None, counts_G[None]
@@ -183,22 +183,12 @@ class ParallelLayer(ParallelRows):
     @contextmanager
     def guard(self, device: torch.device) -> Iterator[None]:
         """What is raised within it, before `run`, the other ranks learn in place of this one's header."""
-        with self._telling(device):
+        with telling(self._exchange, Phase.FORWARD, device):
             try:
                 yield
             except BaseException:
                 self._exchange.call_count += 1
                 raise
-
-    @contextmanager
-    def _telling(self, device: torch.device) -> Iterator[None]:
-        """What is raised within it, in a call that is counted, the other ranks learn in place of this one's next header."""
-        try:
-            yield
-        except BaseException as error:
-            with suppress(ParamStoreError):  # the exchange's own: they learn it from that
-                self._exchange.alike(refusal(error, phase=Phase.FORWARD, device=device).repeat(self._exchange.world_size, 1))
-            raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayer:
         """Returns itself: a copy of a module shares the exchange."""

@@ -9,8 +9,7 @@ it before a row is sent, and what one of them fails at, all raise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from paramstore.errors import ParamStoreError
+from paramstore_client.moe.call import telling
 from paramstore_client.moe.exchange import Exchange
-from paramstore_client.moe.header import Header, Phase, check_told, messages, refusal
+from paramstore_client.moe.header import Header, Phase, check_told, messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +45,9 @@ class TableCall:
         check_told(told, this=self.exchange.rank)
         return told
 
-    @contextmanager
-    def guard(self, phase: Phase) -> Iterator[None]:
+    def guard(self, phase: Phase) -> AbstractContextManager[None]:
         """What is raised within it, the other ranks learn in place of this one's next header, of `phase`."""
-        try:
-            yield
-        except BaseException as error:
-            with suppress(ParamStoreError):  # the exchange's own: they learn it from that
-                self.exchange.alike(refusal(error, phase=phase, device=self.device).repeat(self.world_size, 1))
-            raise
+        return telling(self.exchange, phase, self.device)
 
     def ids_of_all(self, ids_n: Tensor) -> Tensor:
         return self.exchange.rows(ids_n.repeat(self.world_size), to_each=[len(ids_n)] * self.world_size, from_each=self.counts)

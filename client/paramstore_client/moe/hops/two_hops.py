@@ -19,8 +19,8 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from paramstore.errors import ParamStoreError, RankLost
-from paramstore_client.moe.exchange import Arriving, Exchange, FlatExchange
+from paramstore.errors import ParamStoreError
+from paramstore_client.moe.exchange import Arriving, Exchange, FlatExchange, left_by
 from paramstore_client.moe.hops.choice import ExchangeChoice
 from paramstore_client.moe.hops.nodes import Nodes
 from paramstore_client.moe.hops.plan import TwoHops
@@ -102,12 +102,8 @@ class TwoHopExchange(Exchange):
             try:
                 with torch.no_grad():  # a word for one thread
                     rows.set_result(send())
-            except ParamStoreError as error:
-                rows.set_exception(error)
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for; nothing is sent after it
-                self.leave(
-                    RankLost(f"expert-parallel ranks: this one left an exchange by {type(error).__name__}: start it again")
-                )
+                self.leave(left_by(error))
                 rows.set_exception(error)
 
         self._tasks.put(run)
