@@ -256,7 +256,7 @@ class Planner:
         """
         assert namespace.steps.cut is None
         row, writing = namespace.steps.ledger.namespace, namespace.writing
-        writing.applies = _applies(namespace.steps.ledger)
+        writing.applies = namespace.steps.applies
         if namespace.is_exact:
             writing.log = namespace.steps.ledger.newest_log
         self.drop_apply(namespace, "the namespace was rolled back")
@@ -274,7 +274,7 @@ class Planner:
         that workers still use are freed when they return."""
         residency, error = namespace.residency, _rolled_back(namespace)
         discarded = [residency.working[key] for key in keys]
-        residency.working.update(fresh_working(namespace.steps.ledger, keys))
+        residency.working.update(namespace.steps.fresh_working(keys))
         for working in discarded:
             self.working.discard(namespace, working)
         self._fail_unmade(namespace, keys, error)
@@ -353,27 +353,11 @@ def fresh_namespace(ledger: Ledger, *, turn: object = None) -> NamespaceState:
     row = ledger.namespace
     schema, keys = Schema.from_description(row.schema), KeySpace.of(row.layers, row.experts)
     namespace = NamespaceState(row.name, schema, keys, ledger, epoch=row.epoch, turn=turn)
-    namespace.writing.applies = _applies(ledger)
+    namespace.writing.applies = namespace.steps.applies
     if namespace.is_exact:
         namespace.writing.log = ledger.newest_log
-    namespace.residency.working = fresh_working(ledger, keys)
+    namespace.residency.working = namespace.steps.fresh_working(keys)
     return namespace
-
-
-def _applies(ledger: Ledger) -> int:
-    """Number of applies that the newest step covers."""
-    newest = ledger.newest
-    return 0 if newest is None else newest.applies
-
-
-def fresh_working(ledger: Ledger, keys: Iterable[ExpertKey]) -> dict[ExpertKey, WorkingCopy]:
-    """Working copies of `keys` as the newest step has them, none resident."""
-    newest = ledger.newest
-    working = {}
-    for key in keys:
-        located = ledger.at(key, newest.step) if newest is not None else None
-        working[key] = WorkingCopy(key, located.identity if located is not None else None)
-    return working
 
 
 def _rolled_back(namespace: NamespaceState) -> StepFailed:

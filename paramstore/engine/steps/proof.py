@@ -136,8 +136,7 @@ def _note(namespace: NamespaceState, cut: Cut, row: StepRow, kept: frozenset[int
 
 def _unpublished_on(namespace: NamespaceState, volume: int) -> Iterable[Extent]:
     """Extents of whole records on `volume` that no step has published, so far as the ledger is settled."""
-    ledger, newest = namespace.steps.ledger, namespace.steps.ledger.newest
     for key, working in namespace.residency.working.items():
         found = working.uncommitted
-        if found is not None and found.extent.volume == volume and (newest is None or ledger.at(key, newest.step) != found):
+        if found is not None and found.extent.volume == volume and namespace.steps.newest(key) != found:
             yield found.extent

@@ -20,8 +20,9 @@ from paramstore.core.visits import Visits
 from paramstore.engine.tables.apply import Claims, GradientRange
 from paramstore.engine.tables.arena import Arena, Arenas
 from paramstore.engine.tables.collective import Collective
-from paramstore.engine.tables.copies import Cut, ParamCopy, ResidencyTable, WorkingCopy
+from paramstore.engine.tables.copies import ParamCopy, ResidencyTable, WorkingCopy
 from paramstore.engine.tables.counters import NamespaceStats
+from paramstore.engine.tables.steps import StepTable
 from paramstore.errors import LeaseError, ParamStoreError, StepDropped, StepFailed, WriterFenced
 from paramstore.storage.catalog.ledger import Ledger
 
@@ -225,48 +226,6 @@ class StepRequest:
     future: object | None = None
 
 
-class StepTable:
-    """The steps of one namespace, and what the next one is made of."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-        self.sequence = ledger.namespace.sequence
-        """Number of the newest commit or prepare, whether or not it was published."""
-        self.changed: list[WorkingCopy] = []
-        """Those whose newest identity no step has published, and which are in no cut: the next commit's."""
-        self.cut: Cut | None = None
-        self.cut_waiters: list[object] = []
-        """Futures of those who wait for the commit under way to end."""
-        self.preparing: int | None = None
-        """The step of a `prepare` that the writer called and that is not over."""
-        self.closing_steps: frozenset[int] = frozenset()
-        """Steps that the transaction under way drops: no reader may open them any more."""
-
-    @property
-    def committed_step(self) -> int | None:
-        return self.ledger.committed_step
-
-    @property
-    def prepared_step(self) -> int | None:
-        """The step that is prepared, or is being prepared: records change no more before it is finalized or gone."""
-        return self.ledger.prepared_step if self.preparing is None else self.preparing
-
-    @property
-    def standing_step(self) -> int | None:
-        """The newest step that a reader may open: not one that a transaction under way drops."""
-        return max((step for step in self.ledger.steps() if step not in self.closing_steps), default=None)
-
-    def note_change(self, working: WorkingCopy) -> None:
-        """Notes that the next commit is to publish its newest identity."""
-        if working.publish_in != self.sequence + 1:
-            working.publish_in = self.sequence + 1
-            self.changed.append(working)
-
-    def is_cut(self, working: WorkingCopy) -> bool:
-        """Whether a commit waits for this record: it is not updated before the cut has it, by its write or as it is."""
-        return self.cut is not None and self.cut.awaits(working)
-
-
 class WritingTable:
     """Who writes a namespace, what it has pushed and applied, and why it may not write on. The parts of `NamespaceState`."""
 
@@ -327,10 +286,7 @@ class NamespaceState:
     def on_volume(self, key: ExpertKey) -> Located | None:
         """The newest whole record of `key` on a volume."""
         copy = self.residency.working[key]
-        if copy.uncommitted is not None:
-            return copy.uncommitted
-        newest = self.steps.ledger.newest
-        return self.steps.ledger.at(key, newest.step) if newest is not None else None
+        return self.steps.newest(key) if copy.uncommitted is None else copy.uncommitted
 
     def is_seen(self, key: ExpertKey, identity: Identity) -> bool:
         """Whether some view's step, or the writer, sees exactly these bytes."""

@@ -31,7 +31,8 @@ from paramstore.engine.steps.commit import Committer
 from paramstore.engine.steps.history import History
 from paramstore.engine.steps.proof import Prover
 from paramstore.engine.steps.transactions import Transactions
-from paramstore.engine.tables.namespace import NamespaceState, StepTable
+from paramstore.engine.tables.namespace import NamespaceState
+from paramstore.engine.tables.steps import StepTable
 from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
 from paramstore.storage.catalog.ledger import Ledger
