@@ -31,7 +31,7 @@ LIMIT_S = 30.0
 """Longer than any deadline in these tests: what takes longer hangs."""
 INTERRUPTED = (
     "device/host_slots.py", "device/standing_lease.py", "device/visit_lease.py", "device/loads_ahead.py",
-    "hf/model/layer_weights.py", "hf/model/binding.py", "hf/model/weight_sources.py", "policy/slot_plan.py",
+    "hf/model/layer_weights.py", "hf/model/layer_experts.py", "hf/model/weight_sources.py", "policy/slot_plan.py",
 )  # fmt: skip
 """Code in which Ctrl-C comes."""
 CONNECTION = (

@@ -16,8 +16,8 @@ from paramstore_bench.device.place import Place
 from paramstore_bench.device.plan import Plan, yes_or_no
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model import experts_function
-from paramstore_client.hf.model.binding import ModelExperts, bind
+from paramstore_client.hf.model.binding import IMPLEMENTATION, bind
+from paramstore_client.hf.model.layer_experts import ModelExperts
 from paramstore_testkit.training.moe_families import EXPERTS, tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens
 
@@ -74,7 +74,7 @@ def _generated(place: Place, twin: Twin, slots: int, *, case: str) -> Row:
     own, kernels = kernels, set[str]()
     with modeling.fixed_kernel(stock), stock.register_forward_pre_hook(note):
         expected = stock.generate(ids, **GREEDY)
-    is_kept = own == {experts_function.NAME} and kernels == {case.rpartition(" ")[2]}
+    is_kept = own == {IMPLEMENTATION} and kernels == {case.rpartition(" ")[2]}
     return yes_or_no(
         "tokens of generate", f"{case}, {slots} of {len(twin.layout.layers) * EXPERTS} experts in slots",
         is_so=torch.equal(found, expected) and is_kept, note=f"kernels: {sorted(own)}, unmodified {sorted(kernels)}",

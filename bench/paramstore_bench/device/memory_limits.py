@@ -21,8 +21,9 @@ from paramstore_bench.device.plan import MIB, Plan, yes_or_no
 from paramstore_client.device.slots import DeviceSlots
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.loading.served_place import make_tier
-from paramstore_client.hf.model.binding import ATTRIBUTE, ModelExperts, bind
+from paramstore_client.hf.model.binding import ATTRIBUTE, bind
 from paramstore_client.hf.model.kernels import ExpertStack
+from paramstore_client.hf.model.layer_experts import ModelExperts
 from paramstore_testkit.training.moe_families import EXPERTS, tiny_config
 from paramstore_testkit.training.moe_models import Twin
 

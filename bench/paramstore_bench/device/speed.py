@@ -27,7 +27,8 @@ from paramstore_bench.device.plan import MIB, Plan
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import caches
 from paramstore_client.hf.loading.expert_memory import POLICIES
-from paramstore_client.hf.model.binding import ATTRIBUTE, ModelExperts, bind, layer_of
+from paramstore_client.hf.model.binding import ATTRIBUTE, bind, layer_of
+from paramstore_client.hf.model.layer_experts import ModelExperts
 
 KERNEL = "grouped_mm"
 

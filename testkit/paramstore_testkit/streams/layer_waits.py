@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from paramstore_client.device.tier import DeviceTier
-from paramstore_client.hf.model.binding import LayerExperts
+from paramstore_client.hf.model.layer_experts import LayerExperts
 
 
 @dataclass(frozen=True, slots=True)

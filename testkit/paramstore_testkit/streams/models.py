@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from paramstore_client.device.tier import DeviceTier
-from paramstore_client.hf.model.binding import ModelExperts, bind
+from paramstore_client.hf.model.binding import bind
+from paramstore_client.hf.model.layer_experts import ModelExperts
 from paramstore_testkit.streams.scenario import DEVICE
 from paramstore_testkit.training.moe_families import EXPERTS, tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens

@@ -22,8 +22,8 @@ from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.host_slots import standing
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.initial_experts import InitialExperts
-from paramstore_client.hf.model import experts_function
-from paramstore_client.hf.model.binding import ModelExperts, bind
+from paramstore_client.hf.model.binding import IMPLEMENTATION, bind, register_experts_function
+from paramstore_client.hf.model.layer_experts import ModelExperts
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.stripping import strip
 from paramstore_testkit.training.moe_families import VOCABULARY
@@ -55,10 +55,10 @@ class Twin:
         torch.manual_seed(seed)
         stock = modeling.build(concrete, copy.deepcopy(config), experts_implementation=kernel, dtype=dtype)
         initial = InitialExperts(modeling.on_meta(concrete, copy.deepcopy(config)))
-        experts_function.register()
+        register_experts_function()
         torch.manual_seed(seed)
         with initial.building():
-            stored = modeling.build(concrete, copy.deepcopy(config), experts_implementation=experts_function.NAME, dtype=dtype)
+            stored = modeling.build(concrete, copy.deepcopy(config), experts_implementation=IMPLEMENTATION, dtype=dtype)
         initial.settle(stored)
         strip(stored)
         layout = find_layout(stored)

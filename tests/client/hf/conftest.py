@@ -22,7 +22,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 @pytest.fixture
 def small_experts_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a graph experts of any size are used where they lie."""
-    monkeypatch.setattr("paramstore_client.hf.model.binding.APART_BYTES", 0)
+    monkeypatch.setattr("paramstore_client.hf.model.layer_experts.APART_BYTES", 0)
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from paramstore_client.device.ring import RingMemory
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
 from paramstore_client.hf.loading.expert_memory import POLICIES
-from paramstore_client.hf.model.binding import LayerExperts, ModelExperts, bind, layer_of
+from paramstore_client.hf.model.binding import bind, layer_of
+from paramstore_client.hf.model.layer_experts import LayerExperts, ModelExperts
 from paramstore_client.hf.model.layout import experts_modules
 from paramstore_client.source import ExpertSource
 from paramstore_testkit.training.moe_families import (
@@ -146,7 +147,7 @@ def test_other_kernels_have_the_logits_of_the_unmodified_model(family: str, kern
 
 def test_a_loop_finds_what_stood_however_few_slots_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="eager", is_trained=False, lease_slots=6)
-    monkeypatch.setattr("paramstore_client.hf.model.binding.StreamedSupply", None)
+    monkeypatch.setattr("paramstore_client.hf.model.layer_experts.StreamedSupply", None)
     with torch.no_grad():
         expected = logits(twin.stored, tokens())
         active = sum(len(asked) for _, asked in twin.namespace.happened("acquire"))

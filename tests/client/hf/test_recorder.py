@@ -14,7 +14,8 @@ from paramstore.core.trace import Trace, TraceEventKind, unpack_trace
 from paramstore.errors import ConfigError
 from paramstore_client import recorder as log
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model.binding import ModelExperts, bind
+from paramstore_client.hf.model.binding import bind
+from paramstore_client.hf.model.layer_experts import ModelExperts
 from paramstore_client.hf.model.recording import Recording
 from paramstore_client.moe.exchange import FlatExchange
 from paramstore_testkit.training.moe_families import families, modeling_class, tiny_config

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model.binding import ModelExperts, bind
+from paramstore_client.hf.model.binding import bind
+from paramstore_client.hf.model.layer_experts import ModelExperts
 from paramstore_client.moe.exchange import FlatExchange
 from paramstore_testkit.training.moe_families import CHANGES, families, modeling_class, tiny_config
 from paramstore_testkit.training.moe_models import FAMILIES, Twin

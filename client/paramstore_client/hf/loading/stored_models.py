@@ -37,10 +37,10 @@ from paramstore_client.hf.loading.initial_experts import InitialExperts
 from paramstore_client.hf.loading.namespaces import committed_schema, memory_slots, open_experts
 from paramstore_client.hf.loading.newest_step import take_dense
 from paramstore_client.hf.loading.served_place import CacheShape, ServedPlace, check_device_map, check_shape, make_tier
-from paramstore_client.hf.model import experts_function
-from paramstore_client.hf.model.binding import ModelExperts, bind, find_experts
+from paramstore_client.hf.model.binding import IMPLEMENTATION, bind, find_experts, register_experts_function
 from paramstore_client.hf.model.early_loads import SpeculationFigures
 from paramstore_client.hf.model.kernels import choose_kernel
+from paramstore_client.hf.model.layer_experts import ModelExperts
 from paramstore_client.hf.model.layout import ExpertLayout, find_layout
 from paramstore_client.hf.model.module_list import check_parallel
 from paramstore_client.hf.model.stripping import strip, stripped_class
@@ -234,10 +234,10 @@ def from_config(
     concrete = modeling.concrete_class(model_class, config)
     config = copy.deepcopy(modeling.config_of(concrete, config))
     initial = InitialExperts(modeling.on_meta(concrete, copy.deepcopy(config)))
-    experts_function.register()
+    register_experts_function()
     requested = options.pop("experts_implementation", None) or config._experts_implementation
     with initial.building():
-        model = modeling.build(concrete, config, experts_implementation=experts_function.NAME, **options)
+        model = modeling.build(concrete, config, experts_implementation=IMPLEMENTATION, **options)
     initial.settle(model)
     strip(model)
     wanted.give_experts(model, name or config.model_type, requested, fill=lambda made: made.initialize(initial.values))
@@ -334,11 +334,11 @@ def _load_dense(
     config = copy.deepcopy(modeling.config_of(concrete, config))  # it may be the caller's
     is_quantized = dequantize_dense(config)
     find_layout(modeling.on_meta(concrete, copy.deepcopy(config)))  # refuses before anything is loaded
-    experts_function.register()
+    register_experts_function()
     requested = requested or config._experts_implementation
     try:
         loaded = stripped_class(concrete).from_pretrained(
-            path, config=config, experts_implementation=experts_function.NAME, **options
+            path, config=config, experts_implementation=IMPLEMENTATION, **options
         )
     except FileNotFoundError as error:  # a shard that the index names
         raise CheckpointError(f"{os.fspath(path)}: the checkpoint is not whole: {error}: fetch it again") from error

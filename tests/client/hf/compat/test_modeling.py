@@ -9,7 +9,7 @@ import torch
 
 from paramstore.errors import ConfigError, UnsupportedModel
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model.binding import LayerExperts
+from paramstore_client.hf.model.layer_experts import LayerExperts
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens
 

@@ -17,9 +17,9 @@ from paramstore.errors import ConfigError, SchemaMismatch
 from paramstore.testing.memory_namespace import MemoryNamespace
 from paramstore_client.device.host_slots import HostSlots
 from paramstore_client.device.tier import DeviceTier
-from paramstore_client.hf.model.binding import ATTRIBUTE, ModelExperts, bind, layer_of
+from paramstore_client.hf.model.binding import ATTRIBUTE, bind, layer_of, stored_experts
 from paramstore_client.hf.model.compact_buffers import CompactBuffers
-from paramstore_client.hf.model.experts_function import stored_experts
+from paramstore_client.hf.model.layer_experts import ModelExperts
 from paramstore_client.hf.model.layout import experts_modules
 from paramstore_testkit.training.moe_families import EXPERTS, tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens
@@ -106,7 +106,7 @@ def test_layer_without_tokens_is_in_the_graph_as_others_are() -> None:
 def test_under_a_graph_small_experts_and_those_that_do_not_fit_are_copied(
     least_bytes: int, lease_slots: int, is_copied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paramstore_client.hf.model.binding.APART_BYTES", least_bytes)
+    monkeypatch.setattr("paramstore_client.hf.model.layer_experts.APART_BYTES", least_bytes)
     twin = Twin.of(tiny_config("qwen3_moe"), kernel="grouped_mm", lease_slots=lease_slots)
     lent, lend = [], CompactBuffers.lent
     monkeypatch.setattr(CompactBuffers, "lent", lambda *given, **options: lent.append(given) or lend(*given, **options))

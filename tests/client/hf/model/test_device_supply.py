@@ -15,8 +15,9 @@ import torch
 
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.compat import modeling
-from paramstore_client.hf.model.binding import LayerExperts, ModelExperts, bind
+from paramstore_client.hf.model.binding import bind
 from paramstore_client.hf.model.kernels import ExpertStack
+from paramstore_client.hf.model.layer_experts import LayerExperts, ModelExperts
 from paramstore_testkit.training.moe_families import tiny_config
 from paramstore_testkit.training.moe_models import Twin, tokens
 

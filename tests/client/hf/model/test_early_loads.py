@@ -18,8 +18,9 @@ from paramstore.testing.clock import ManualClock
 from paramstore_client.device.host_slots import HostSlots, standing
 from paramstore_client.device.tier import DeviceTier
 from paramstore_client.hf.loading.stored_models import speculation
-from paramstore_client.hf.model.binding import ModelExperts, bind
+from paramstore_client.hf.model.binding import bind
 from paramstore_client.hf.model.early_router import EarlyRouter
+from paramstore_client.hf.model.layer_experts import ModelExperts
 from paramstore_client.nn.speculation_gain import TRIAL
 from paramstore_client.source import ExpertSource
 from paramstore_testkit.training.moe_families import EXPERTS, tiny_config
