@@ -253,6 +253,7 @@ SUBJECTS: dict[str, Callable[[Scene], Any]] = {
     "ps": lambda scene: ps, "hf": lambda scene: ps.hf, "moe": lambda scene: ps.moe, "nn": lambda scene: ps.nn,
     "training": lambda scene: ps.training, "Store": lambda scene: scene.store,
     "ExpertParallel": lambda scene: ps.moe.ExpertParallel(), "Pipeline": lambda scene: ps.moe.Pipeline(),
+    "PipelineSearch": lambda scene: ps.moe.PipelineSearch(),
     "Placement": lambda scene: ps.moe.Placement.in_order(1, 1),
     "ColumnEmbedding": lambda scene: ps.moe.ColumnEmbedding(4, 8, parallel=ps.moe.ExpertParallel()),
     "Namespace": lambda scene: scene.ns, "Lease": lambda scene: scene.lease, "Ticket": lambda scene: scene.ns.prefetch([(0, 1)]),

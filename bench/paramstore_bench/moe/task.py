@@ -26,6 +26,7 @@ class Part(StrEnum):
     LOADED = "loaded"
     CAPACITY = "capacity"
     ELASTIC = "elastic"
+    AUTO = "auto"
 
 
 class Task(msgspec.Struct, frozen=True):
