@@ -7,17 +7,14 @@ activations wait, which is told apart.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from paramstore.bench.report.rows import SUBJECT, Row, Target, judged
-from paramstore.errors import StoreUnavailable
-from paramstore_bench.moe.sizes import RANKS, Sizes
+from paramstore_bench.moe.sizes import Sizes
+from paramstore_bench.moe.task import run_by_torchrun
 
 TASKS, FOUND = "memory_tasks.json", "memory_found.json"
 PARTS = 4
@@ -65,11 +62,5 @@ def _row(name: str, case: str, value: int, limit: int, *, target: Target, host: 
 
 def _found(tasks: Sequence[MemoryTask], folder: Path) -> list[MemoryFound]:
     (folder / TASKS).write_bytes(msgspec.json.encode(tasks))
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m",
-        "paramstore_bench.moe.memory_rank", str(folder),
-    ]  # fmt: skip
-    code = subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}).returncode
-    if code:
-        raise StoreUnavailable(f"the ranks ended with {code}; what they said is above")
+    run_by_torchrun("paramstore_bench.moe.memory_rank", folder)
     return msgspec.json.decode((folder / FOUND).read_bytes(), type=list[MemoryFound])

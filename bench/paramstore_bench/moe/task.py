@@ -39,14 +39,18 @@ class Task(msgspec.Struct, frozen=True):
 
 
 def found_by_ranks(tasks: Sequence[Task], folder: Path) -> list[Compared]:
-    """Has ranks of one thread each do tasks, one after the other; in an empty folder. Raises StoreUnavailable where one of them
-    ends early."""
+    """Has ranks do tasks, one after the other; in an empty folder. Raises StoreUnavailable where one of them ends early."""
     (folder / TASKS).write_bytes(msgspec.json.encode(tasks))
+    run_by_torchrun("paramstore_bench.moe.rank", folder)
+    return msgspec.json.decode((folder / FOUND).read_bytes(), type=list[Compared])
+
+
+def run_by_torchrun(module: str, folder: Path) -> None:
+    """Runs a module as each rank, of one thread, all on this machine. Raises StoreUnavailable where a rank ends early."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m",
-        "paramstore_bench.moe.rank", str(folder),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m", module, str(folder),
     ]  # fmt: skip
-    code = subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}  # a profiler tells of itself otherwise
+    code = subprocess.run(command, check=False, env=environment).returncode
     if code:
         raise StoreUnavailable(f"the ranks ended with {code}; what they said is above")
-    return msgspec.json.decode((folder / FOUND).read_bytes(), type=list[Compared])

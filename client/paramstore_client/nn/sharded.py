@@ -1,7 +1,7 @@
 """A module whose weight is spread over ranks: what keeps others from taking a rank's part for a weight that all ranks have alike.
 
-- DDP's buckets and `fully_shard` look at the parameters of each module by itself, and see none here. An optimizer, clipping and
-  `state_dict` look at a whole model, and see the weight.
+- DDP's buckets and `fully_shard` look at the parameters of each module by itself, and see none of an `UncollectedModule`. An
+  optimizer, clipping and `state_dict` look at a whole model, and see them.
 - DDP's constructor copies rank 0's parameters to all ranks, by the names that the module it wraps has not excepted
   (torch/nn/parallel/distributed.py): `leave_out_of_ddp` excepts them.
 """
@@ -20,7 +20,24 @@ DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 """Attribute that DDP reads from the module that it wraps."""
 
 
-class ShardedModule(nn.Module):
+class UncollectedModule(nn.Module):
+    """A module whose own parameters a model lists, and no collector that looks at each module by itself. It has no buffers."""
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields no parameter without `recurse`: that is how DDP and `fully_shard` collect what they reduce or shard."""
+        if recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Yields the parameters without `recurse`: `fully_shard` moves buffers and leaves them as they are, and torch's distributed
+        checkpoint, which looks at both, finds the parameters that the optimizer has."""
+        if not recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+
+class ShardedModule(UncollectedModule):
     """A module of which each rank has a part of one weight, with the whole gradient of that part after a backward.
 
     reduce: "mean" where that gradient is divided by the number of ranks, as DDP and FSDP2 do with theirs; else "sum".
@@ -32,19 +49,6 @@ class ShardedModule(nn.Module):
     @abstractmethod
     def norm_of(self, gradient: Tensor | None) -> float:
         """The norm of all ranks' parts together, the same on each, which gives its own; None counts as 0. All ranks call it."""
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields no parameter without `recurse`: that is how DDP and `fully_shard` collect what they reduce."""
-        if recurse:
-            yield from super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weight without `recurse`: `fully_shard` moves buffers and leaves them as they are, and torch's distributed
-        checkpoint, which looks at both, finds the parameter that the optimizer has."""
-        if not recurse:
-            yield f"{prefix}.weight" if prefix else "weight", self.weight
 
 
 def sharded_modules(model: nn.Module) -> list[ShardedModule]:

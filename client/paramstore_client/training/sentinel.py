@@ -9,12 +9,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from paramstore_client.nn.sharded import UncollectedModule
 from paramstore_client.training.backward import BackwardEnd
 
 CHILD_NAME = "paramstore"
@@ -34,7 +35,7 @@ class Listener(Protocol):
         """Called when a backward through stored layers is over: all of them have pushed. What it raises, the backward raises."""
 
 
-class ExpertSentinel(nn.Module):
+class ExpertSentinel(UncollectedModule):
     """The child module `paramstore` of a model whose experts are stored. Owner of both tensors; `training.bind` makes it.
 
     The sentinel is fp32 whatever the model is cast to, and never on the meta device. It needs a gradient only from the first
@@ -80,19 +81,6 @@ class ExpertSentinel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertSentinel:
         """Returns itself: a copy of a model shares the experts, and what stands for them."""
         return self
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields no parameter without `recurse`: that is how `fully_shard` collects what it shards, which a scalar cannot be."""
-        if recurse:
-            yield from super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yields the sentinel without `recurse`: `fully_shard` moves buffers and leaves them whole, and torch's distributed
-        checkpoint, which looks at both, finds the parameter that the optimizer has."""
-        if not recurse:
-            yield f"{prefix}.sentinel" if prefix else "sentinel", self.sentinel
 
     def _after_anchor(self, layer: int, anchor: Tensor) -> None:
         anchor.grad = None
