@@ -28,7 +28,7 @@ SPEED_TARGET, BOUND_TARGET = Target("ratio", ">=", 1.25), Target("ratio", ">=", 
 def parts_rows(folder: Path, *, is_quick: bool) -> Iterator[Row]:
     """Makes the rows; in an empty folder. Raises StoreUnavailable where a rank ends early."""
     runs: dict[str, PartsRun] = {}
-    for tokens in (1024,) if is_quick else (1024, 2048):
+    for tokens in (1024,) if is_quick else (768, 1536):
         for row_us in ROW_US:
             sizes = Sizes(experts=32, width=512, inner=1, tokens=tokens // 8 if is_quick else tokens, top_k=1, skew=0.0)
             task = PartsTask(sizes, row_us, rounds=2 if is_quick else 5)
