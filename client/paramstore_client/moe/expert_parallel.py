@@ -204,7 +204,7 @@ def _pipeline_of(given: object) -> Pipeline | PipelineSearch:
         return Pipeline()
     if isinstance(given, Pipeline | PipelineSearch):
         return given
-    if given == "auto":
+    if isinstance(given, str) and given == "auto":
         return PipelineSearch()
     raise wrong("pipeline", given, "a ps.moe.Pipeline(), a ps.moe.PipelineSearch(), or 'auto'")
 

@@ -94,25 +94,21 @@ class PipelineSearch:
     def __post_init__(self) -> None:
         for name, known in (("splits", SPLITS), ("reuses", REUSES)):
             given = getattr(self, name)
+            for each in given if isinstance(given, tuple) else ():
+                choice(f"each of {name}", each, known)
             if not isinstance(given, tuple) or not given or len(set(given)) < len(given):
                 raise wrong(name, given, f"a tuple of some of {', '.join(map(repr, known))}, none of them twice")
-            for each in given:
-                choice(f"each of {name}", each, known)
         whole_number("most_parts", self.most_parts, least=1, most=MOST_PARTS)
         if self.host_bytes is not None:
             whole_number("host_bytes", self.host_bytes)
-
-    @property
-    def base(self) -> Pipeline:
-        """What the others stand beside."""
-        return self.pipelines(1)[0]
 
     @property
     def digest(self) -> int:
         """What ranks compare."""
         return zlib.crc32(repr(self).encode())
 
-    def pipelines(self, parts: int) -> tuple[Pipeline, ...]:
-        """Those of so many parts."""
-        splits = self.splits if parts > 1 else self.splits[:1]
-        return tuple(Pipeline(parts, split, reuse, self.host_bytes) for split in splits for reuse in self.reuses)
+
+def pipelines_of(search: PipelineSearch, parts: int) -> tuple[Pipeline, ...]:
+    """Those of so many parts among which it chooses; the first one of one part is what the others stand beside."""
+    splits = search.splits if parts > 1 else search.splits[:1]
+    return tuple(Pipeline(parts, split, reuse, search.host_bytes) for split in splits for reuse in search.reuses)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paramstore.errors import ConfigError
-from paramstore_client.moe.pipeline_plan import REUSES, SPLITS, Pipeline, PipelineSearch
+from paramstore_client.moe.pipeline_plan import REUSES, SPLITS, Pipeline, PipelineSearch, pipelines_of
 
 
 @pytest.mark.parametrize("wrong", [{"parts": 0}, {"parts": 65}, {"split": "rows"}, {"reuse": "S5"}, {"host_bytes": -1}], ids=str)
@@ -54,7 +54,6 @@ def test_what_is_no_search_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_a_search_is_among_what_it_names() -> None:
     search = PipelineSearch(splits=("tokens", "experts"), reuses=("S4", "S1"), host_bytes=7)
-    assert search.base == Pipeline(1, "tokens", "S4", 7)
-    assert search.pipelines(1) == (search.base, Pipeline(1, "tokens", "S1", 7))
-    assert {(each.split, each.reuse) for each in search.pipelines(2)} == {(one, two) for one in SPLITS for two in ("S4", "S1")}
+    assert pipelines_of(search, 1) == (Pipeline(1, "tokens", "S4", 7), Pipeline(1, "tokens", "S1", 7))
+    assert {(each.split, each.reuse) for each in pipelines_of(search, 2)} == {(one, two) for one in SPLITS for two in ("S4", "S1")}
     assert search.digest not in {PipelineSearch().digest, 0}

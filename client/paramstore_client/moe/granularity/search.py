@@ -14,7 +14,7 @@ from paramstore_client.moe.granularity.cache import GranularityCache, rows_class
 from paramstore_client.moe.granularity.clock import Clock, Times
 from paramstore_client.moe.granularity.model import Curve
 from paramstore_client.moe.granularity.trial import PipelineChoice, Plan, Trial
-from paramstore_client.moe.pipeline_plan import Pipeline, PipelineSearch
+from paramstore_client.moe.pipeline_plan import Pipeline, PipelineSearch, pipelines_of
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Search:
     @property
     def base(self) -> Plan:
         """One part, without a trial."""
-        return Plan(self._options.base)
+        return Plan(pipelines_of(self._options, 1)[0])
 
     def word(self, plan: Plan) -> int:
         """What ranks compare before they begin: among what they search, and what they do."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from paramstore_client.moe.granularity.clock import Times
 from paramstore_client.moe.granularity.model import Curve, Estimate, passed
-from paramstore_client.moe.pipeline_plan import Pipeline, PipelineSearch
+from paramstore_client.moe.pipeline_plan import Pipeline, PipelineSearch, pipelines_of
 
 SOME = 4
 """Parts in which computing is measured beside one."""
@@ -57,15 +57,15 @@ class Trial:
     def __init__(
         self, options: PipelineSearch, rows: int, *, least: int, most: int, sent_bytes: int, records: bool
     ) -> None:
-        self._base = options.base
+        self._base = pipelines_of(options, 1)[0]
         self._rows = rows
         self._records = records
         self._some = min(SOME, most)
         self.sent_bytes = sent_bytes
         self.most_parts = most
         counts = [parts for parts in (1 << power for power in range(most.bit_length())) if least <= parts <= most]
-        self._candidates = [pipeline for parts in counts for pipeline in options.pipelines(parts)]
-        self._wanted: dict[Pipeline, int] = dict.fromkeys((self._base, *options.pipelines(self._some)), CALLS)
+        self._candidates = [pipeline for parts in counts for pipeline in pipelines_of(options, parts)]
+        self._wanted: dict[Pipeline, int] = dict.fromkeys((self._base, *pipelines_of(options, self._some)), CALLS)
         self._begun: Counter[Pipeline] = Counter()
         self._begun_since = 0
         """Calls that have begun since one has ended."""
