@@ -1,21 +1,24 @@
 """Measures expert-parallel layers with four ranks of gloo on this machine, one thread each: a job that trains through one daemon,
-with expert parallelism beside without; one layer beside the all-to-all of transformers, and beside one of fixed capacity; tasks of
-different size spread over ranks beside one on each, where control groups give each rank a share of a processor (root); exchanges
-beside the flat one, and a layer in parts beside one in one, over links of a known rate (root alone can make those); what a layer in
-parts takes of memory. A run ends where outputs or gradients differ by more than rounding, or other rows are sent than the routing
-says.
+with expert parallelism beside without; one layer beside the all-to-all of transformers, beside one of fixed capacity, and with a
+pipeline that is searched for beside the same in one part; tasks of different size spread over ranks beside one on each, where
+control groups give each rank a share of a processor (root); exchanges beside the flat one, and a layer in parts beside one in one
+and beside its model, over links of a known rate (root alone can make those); what a layer in parts takes of memory. A run ends
+where outputs or gradients differ by more than rounding, or other rows are sent than the routing says.
 
 Run it on an idle machine: `python bench/bench_moe.py [--quick] [--only PARTS] [--dir DIR] [--out FILE]`. The figures go to
-bench/results/moe-<date>.json.
+bench/results/moe-<date>.json. `--device cuda` measures a layer on one GPU, and on several where there are, in place of the rest.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from functools import partial
+
+import torch
 
 from paramstore.bench.context import Bench
 from paramstore.bench.plan import MIB
@@ -23,9 +26,10 @@ from paramstore.bench.report.rows import Row
 from paramstore.bench.service.daemon import serving
 from paramstore.errors import ConfigError
 from paramstore_bench.frame import Script
+from paramstore_bench.moe.device.rows import DEVICES, MOST_RANKS, device_rows, missing_devices
 from paramstore_bench.moe.links import link_rows, missing_links
 from paramstore_bench.moe.memory import memory_rows
-from paramstore_bench.moe.parts import parts_rows
+from paramstore_bench.moe.parts.rows import parts_rows
 from paramstore_bench.moe.rows import elastic_row, layer_row, service_rows
 from paramstore_bench.moe.service import schema_of
 from paramstore_bench.moe.sizes import RANKS, Sizes
@@ -45,7 +49,8 @@ ELASTIC = Sizes(experts=16, width=256, inner=256, tokens=256, top_k=2, skew=0.7,
 MEMORY = Sizes(experts=32, width=256, inner=512, tokens=512, top_k=4, skew=0.0)
 SHARE = 0.8
 """The part of the cores that the ranks with a quota have together: the rest is left to the others of this machine."""
-PARTS = ("service", "peer", "capacity", "elastic", "links", "parts", "memory")
+PARTS = ("service", "peer", "capacity", "auto", "elastic", "links", "parts", "memory")
+DEVICE = Sizes(experts=32, width=1024, inner=2048, tokens=8192, top_k=4, skew=0.0)
 PEER_MODULE = "transformers.distributed.expert_parallel"
 
 SCRIPT = Script("moe", __doc__, quick="small layers, two pairs: a check, not figures to quote")
@@ -55,7 +60,10 @@ def main() -> int:
     """Runs the bench. Parts left out are named in the file, with reasons."""
     parser = SCRIPT.parser()
     parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--device", choices=DEVICES, help="measures one layer on a device, and on several, and nothing else")
     arguments = parser.parse_args()
+    if arguments.device:
+        return run_on_devices(arguments)
     parts, left_out = arguments.only.split(","), dict[str, str]()
     missing = {"peer": missing_peer, "elastic": missing_quotas, "links": missing_links, "parts": missing_links}
     for part, reason in ((part, look()) for part, look in missing.items() if part in parts):
@@ -63,6 +71,27 @@ def main() -> int:
             parts.remove(part)
             left_out[part] = reason
     return SCRIPT.run(arguments, partial(measure, parts=parts, is_quick=arguments.quick), left_out=left_out)
+
+
+def run_on_devices(arguments: argparse.Namespace) -> int:
+    """Runs the bench on devices alone."""
+    device, sizes = arguments.device, QUICK_LAYER if arguments.quick else DEVICE
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("bench_moe: --device cuda: no CUDA device here; --device cpu shows that it runs")
+    reason = missing_devices(device)
+
+    def rows(bench: Bench) -> Iterator[Row]:
+        for ranks in (1,) if reason else (1, most_ranks(device)):
+            bench.tell(f"one layer, ranks on devices: {ranks}")
+            with bench.folder(f"ranks{ranks}") as folder:
+                yield from device_rows(sizes, device, folder, ranks=ranks)
+
+    return SCRIPT.run(arguments, rows, left_out={"several devices": reason} if reason else {})
+
+
+def most_ranks(device: str) -> int:
+    """As many ranks as devices, up to four; two processors."""
+    return min(MOST_RANKS, torch.cuda.device_count()) if device == "cuda" else 2
 
 
 def missing_peer() -> str:
@@ -135,7 +164,8 @@ def layer_tasks(parts: list[str], *, is_quick: bool) -> list[Task]:
     """What one layer is set beside, for the parts named."""
     peers = [Task(part, sizes) for sizes in ((QUICK_LAYER,) if is_quick else PEER) for part in (Part.BARE, Part.LOADED)]
     fixed = [Task(Part.CAPACITY, QUICK_LAYER if is_quick else CAPACITY)]
-    return peers * ("peer" in parts) + fixed * ("capacity" in parts)
+    searched = [Task(Part.AUTO, sizes) for sizes in ((QUICK_LAYER,) if is_quick else PEER)]
+    return peers * ("peer" in parts) + fixed * ("capacity" in parts) + searched * ("auto" in parts)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-KINDS = ("ddp", "nested", "fsdp2", "early ddp", "early fsdp2", "checkpoint", "trainer")
+KINDS = ("ddp", "nested", "fsdp2", "scaler ddp", "early ddp", "early fsdp2", "checkpoint", "trainer")
 """The last one lets transformers and accelerate set up what they like."""
 MODES = (
-    *KINDS, *(f"parallel {kind}" for kind in KINDS), "parallel replicas ddp", "parallel replicas fsdp2", "parallel timeline",
+    *KINDS, *(f"parallel {kind}" for kind in KINDS), "parallel replicas ddp", "parallel replicas fsdp2", "parallel search ddp",
+    "parallel search fsdp2", "parallel timeline",
     "parallel timeline fsdp2", "columns ddp", "columns fsdp2", "columns early ddp", "parallel columns checkpoint", "columns dense",
 )  # fmt: skip
 

@@ -15,14 +15,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paramstore.bench.pairs import Sample, sample_pairs
+from paramstore.errors import StepMismatch
 from paramstore_bench.moe.found import Compared, check_equal, check_sent
 from paramstore_bench.moe.layers import FixedCapacity, Layer, Ours, Transformers, experts_of
 from paramstore_bench.moe.meeting import greatest, seconds_of, sums
 from paramstore_bench.moe.sizes import RANKS, Batch, Sizes
+from paramstore_client.moe import PipelineSearch
 from paramstore_client.moe.exchange import FlatExchange
+from paramstore_client.moe.granularity.search import Search
 
 NAMES = ("y", "gradients of tokens", "gradients of gates", "gradients of weights")
 EXCHANGE_S = 60.0
+MOST_CALLS = 60
+"""Calls within which a search ends."""
 
 
 def beside_transformers(sizes: Sizes, *, is_bare: bool) -> Compared:
@@ -41,6 +46,26 @@ def beside_fixed_capacity(sizes: Sizes) -> Compared:
     (fixed_bytes,) = sums([fixed.sent_bytes])
     facts = {**found.facts, "fixed_bytes": fixed_bytes, "capacity_of_even_load": fixed.capacity / even}
     return msgspec.structs.replace(found, facts=facts)
+
+
+def beside_one_part(sizes: Sizes) -> Compared:
+    """Compares our layer whose pipeline is searched for with the same in one part, from when it was found. facts: what the search
+    took, and the same calls in one part."""
+    exchange, module = joined(), experts_of(sizes, own_experts(sizes, dist.get_rank()))
+    search = Search(PipelineSearch())
+    searching, plain = Ours(sizes, module, exchange, search), Ours(sizes, module, exchange)
+    batch, spent_s, calls = Batch.draw(sizes, rank=dist.get_rank(), number=0), [0.0, 0.0], 0
+    while not search.choices and calls < MOST_CALLS:
+        calls += 1
+        taken = seconds_of(partial(run, searching, batch), partial(run, plain, batch))
+        spent_s = [spent + each for spent, each in zip(spent_s, taken, strict=True)]
+    if not search.choices:
+        raise StepMismatch(f"nothing was chosen in {calls} calls")
+    found = compared(sizes, searching, plain, exchange)
+    facts = {
+        "parts": search.choices[0].pipeline.parts, "calls_searching": calls, "searching_s": spent_s[0], "one_part_s": spent_s[1]
+    }  # fmt: skip
+    return msgspec.structs.replace(found, facts={**found.facts, **facts})
 
 
 def joined() -> FlatExchange:

@@ -29,8 +29,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from paramstore.core.placement import Placement
 from paramstore_bench.moe.sizes import RANKS, Sizes, weights_of
 from paramstore_client.moe.exchange import Exchange
+from paramstore_client.moe.granularity.search import Search
 from paramstore_client.moe.kernel_order import ParallelKernel
 from paramstore_client.moe.parallel_layer import ParallelLayer
+from paramstore_client.moe.pipeline_plan import Pipeline
 from paramstore_client.nn.parallel import Anchor, Guard
 from paramstore_client.nn.routing import Block
 from paramstore_client.source import ExpertSource
@@ -68,10 +70,10 @@ def experts_of(sizes: Sizes, experts: range) -> Any:
 class Ours(Layer):
     """The exchange and the order of sums that a model of `ps.hf` has, over a module of this rank's experts."""
 
-    def __init__(self, sizes: Sizes, module: Any, exchange: Exchange) -> None:
+    def __init__(self, sizes: Sizes, module: Any, exchange: Exchange, pipeline: Pipeline | Search | None = None) -> None:
         resident = cast(ExpertSource, SimpleNamespace(lease_slots=0, prefetch=lambda keys: None))
-        placement = Placement.in_order(sizes.experts, RANKS)
-        rows = ParallelLayer(exchange, placement, resident, 0, step=lambda: 0)
+        placement = Placement.in_order(sizes.experts, exchange.world_size)
+        rows = ParallelLayer(exchange, placement, resident, 0, step=lambda: 0, pipeline=pipeline)
         self._kernel = ParallelKernel(rows, experts=sizes.experts, kernel=KERNEL)
         self._module = module
         self._first = placement.of_rank(exchange.rank)[0]

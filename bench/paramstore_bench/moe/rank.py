@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from paramstore_bench.moe.comparing import beside_fixed_capacity, beside_transformers
+from paramstore_bench.moe.comparing import beside_fixed_capacity, beside_one_part, beside_transformers
 from paramstore_bench.moe.elastic import beside_one_task_each
 from paramstore_bench.moe.found import Compared
 from paramstore_bench.moe.service import through_a_daemon
@@ -28,6 +28,7 @@ def found_of(task: Task) -> Compared:
         Part.BARE: partial(beside_transformers, is_bare=True),
         Part.LOADED: partial(beside_transformers, is_bare=False),
         Part.CAPACITY: beside_fixed_capacity,
+        Part.AUTO: beside_one_part,
         Part.ELASTIC: partial(beside_one_task_each, quotas=task.quotas),
     }  # fmt: skip
     return measure[task.part](task.sizes)

@@ -19,6 +19,7 @@ LAYERS = {
     Part.BARE: ("transformers' all-to-all, bare", Target("ratio", ">=", 1 / 1.05)),
     Part.LOADED: ("transformers' all-to-all, as loaded", Target("ratio", ">=", 1 / 1.05)),
     Part.CAPACITY: ("fixed capacity, none dropped", Target("ratio", ">=", 3.0)),
+    Part.AUTO: ("one part, the pipeline searched for", Target("ratio", ">=", 1 / 1.05)),
 }
 """What one layer stands beside, and how fast it is asked to be. The first is 1.05 times the other's time at most."""
 ELASTIC_TARGET = Target("ratio", ">=", 1.12)

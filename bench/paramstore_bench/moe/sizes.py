@@ -63,6 +63,10 @@ class Batch:
         x, grad = (torch.randn(sizes.tokens, sizes.width, generator=drawn) for _ in range(2))
         return cls(x, (likely_E + noise).topk(sizes.top_k, dim=-1)[1], gates / gates.sum(-1, keepdim=True), grad)
 
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        return Batch(*(tensor.to(device) for tensor in (self.x, self.ids, self.gates, self.grad)))
+
 
 def weights_of(sizes: Sizes, expert: int, *, layer: int = 0) -> dict[str, Tensor]:
     """The weights of one expert, the same for everyone."""

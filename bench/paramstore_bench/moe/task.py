@@ -26,6 +26,7 @@ class Part(StrEnum):
     LOADED = "loaded"
     CAPACITY = "capacity"
     ELASTIC = "elastic"
+    AUTO = "auto"
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -44,10 +45,10 @@ def found_by_ranks(tasks: Sequence[Task], folder: Path) -> list[Compared]:
     return msgspec.json.decode((folder / FOUND).read_bytes(), type=list[Compared])
 
 
-def run_by_torchrun(module: str, folder: Path) -> None:
+def run_by_torchrun(module: str, folder: Path, *, ranks: int = RANKS) -> None:
     """Runs a module as each rank, of one thread, all on this machine. Raises StoreUnavailable where a rank ends early."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m", module, str(folder),
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module, str(folder),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}  # a profiler tells of itself otherwise
     code = subprocess.run(command, check=False, env=environment).returncode

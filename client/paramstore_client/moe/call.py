@@ -7,7 +7,7 @@
 """
 
 # T tokens of this rank, N rows of them, M rows of this rank's experts, D model
-# ruff: noqa: N803 - shape suffixes, as the legend says
+# ruff: noqa: N803, N806 - shape suffixes, as the legend says
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paramstore.errors import ConfigError, ParamStoreError
 from paramstore_client.moe.exchange import Arriving, Exchange, left_by
+from paramstore_client.moe.granularity.clock import Clock
 from paramstore_client.moe.header import DTYPE_AT, DTYPES, UNKNOWN, Header, Phase, check_told, messages, phases, refusal
 from paramstore_client.moe.row_plan import Incoming, Outgoing, inverse
 
@@ -28,12 +29,14 @@ class Call:
     """One call of a layer: how its rows travel, either way."""
 
     def __init__(
-        self, exchange: Exchange, header: Header, outgoing: Outgoing, incoming: tuple[Incoming, ...], device: torch.device
+        self, exchange: Exchange, header: Header, outgoing: Outgoing, incoming: tuple[Incoming, ...], device: torch.device,
+        *, clock: Clock | None = None,
     ) -> None:  # fmt: skip
         self._exchange = exchange
         self._header = header
         self._outgoing = outgoing
         self._device = device
+        self._clock = clock
         self.incoming = incoming
         """By part."""
         self.computed: torch.dtype | None = None
@@ -71,11 +74,14 @@ class Call:
 
     def computable(self, part: int, arriving: Arriving) -> Tensor:
         """The rows that came, in the order of computation."""
-        return arriving.wait().index_select(0, self.incoming[part].order_M)
+        rows_MD = arriving.wait().index_select(0, self.incoming[part].order_M)
+        self._lap()
+        return rows_MD
 
     def start_back(self, part: int, rows_MD: Tensor | None) -> Arriving:
         """Sends rows of this rank's experts, or gradients, back to the ranks of their tokens; where they are None, zeros."""
         incoming = self.incoming[part]
+        self._lap(is_computing=True)
         if rows_MD is None:
             sent = torch.zeros(len(incoming.place_M), self._header.width, dtype=DTYPES[self._header.dtype], device=self._device)
         else:
@@ -85,6 +91,8 @@ class Call:
     def meet(self, phase: Phase) -> None:
         """Sees to it that all ranks stand before the same exchange of rows. Raises StepMismatch, and what another rank tells."""
         check_met(self._exchange, self._start_word(phase, None).wait().cpu())
+        if self._clock is not None:
+            self._clock.begin(is_backward=True)
 
     def settle(self, phase: Phase, arriving: Sequence[Arriving], failure: BaseException | None = None) -> list[Tensor]:
         """The rows that came back last, after all ranks have told how they fared. Raises `failure`, else what another rank tells;
@@ -93,6 +101,7 @@ class Call:
         if phases(told) != {phase}:
             check_met(self._exchange, told)
         rows = [each.wait() for each in arriving]
+        self._lap()
         self._is_settled = True
         if failure is not None:
             try:
@@ -103,6 +112,13 @@ class Call:
         known = {DTYPES[dtype] for dtype in told[:, DTYPE_AT].tolist() if dtype != UNKNOWN}
         self._returned = known.pop() if len(known) == 1 else None
         return rows
+
+    def done(self) -> None:
+        """Notes that its last exchange is over: of backward, where there is one."""
+        self.is_done = True
+        clock, self._clock = self._clock, None
+        if clock is not None:
+            clock.end()
 
     def there(self, rows_ND: Tensor) -> Tensor:
         """All rows at once there, in the order of computation."""
@@ -128,7 +144,9 @@ class Call:
 
     def returned(self, rows_ND: Tensor) -> Tensor:
         """The rows that came back in the dtype in which experts gave them."""
-        return rows_ND if self._returned is None else rows_ND.to(self._returned)
+        rows_ND = rows_ND if self._returned is None else rows_ND.to(self._returned)
+        self._lap()
+        return rows_ND
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -147,6 +165,10 @@ class Call:
             with suppress(ParamStoreError):  # the exchange's own, which they learn from that; or `error`
                 self.settle(phase, [self.start_back(0, None)], error)
             raise
+
+    def _lap(self, *, is_computing: bool = False) -> None:
+        if self._clock is not None:
+            self._clock.lap(is_computing=is_computing)
 
     def _start_word(self, phase: Phase, failure: BaseException | None) -> Arriving:
         if failure is not None:

@@ -9,17 +9,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paramstore.core.arguments import choice, instance, seconds, whole_number, wrong
+from paramstore.core.arguments import choice, seconds, whole_number, wrong
 from paramstore.core.balancing import Choice
 from paramstore.core.placement import Placement
 from paramstore.errors import ConfigError, ParamStoreError, RankLost, StepMismatch
 from paramstore_client.moe.exchange import Exchange, FlatExchange
+from paramstore_client.moe.granularity.search import Search
+from paramstore_client.moe.granularity.trial import PipelineChoice
 from paramstore_client.moe.hops.choice import WAYS, ExchangeChoice
 from paramstore_client.moe.hops.opening import meet_nodes, opened
 from paramstore_client.moe.hops.two_hops import TwoHopExchange
 from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.parallel_layer import ParallelLayer
-from paramstore_client.moe.pipeline_plan import Pipeline
+from paramstore_client.moe.pipeline_plan import Pipeline, PipelineSearch
 from paramstore_client.moe.placing import check_fits, place, rebalance
 from paramstore_client.source import ExpertSource
 
@@ -37,7 +39,8 @@ class ExpertParallel:
     placement: which ranks compute each expert: a `Placement` of all layers, or one for each layer by its index; of layers that it
     does not name, and for None, the experts lie in order: each rank has a run of consecutive ones.
     timeout_s: longest that a rank waits in an exchange for the others, in seconds; None: as the daemon; without one 60.
-    pipeline: how a layer is split, so that exchanges stand beside computing, and what it keeps for backward; None: neither.
+    pipeline: how a layer is split, so that exchanges stand beside computing, and what it keeps for backward: a `Pipeline`; a
+    `PipelineSearch`, or "auto" for one with its defaults: what is quickest by the clock; None: neither.
     exchange: how rows travel where ranks are on several nodes: "flat", straight; "two_hops", within the node first; "row_per_node",
     a token once to each node; "auto": what is measured to be quicker, when the first rows are sent.
 
@@ -54,7 +57,7 @@ class ExpertParallel:
 
     def __init__(
         self, group: Any = None, *, placement: Placement | Mapping[int, Placement] | None = None, timeout_s: float | None = None,
-        pipeline: Pipeline | None = None, exchange: str = "auto",
+        pipeline: Pipeline | PipelineSearch | str | None = None, exchange: str = "auto",
     ) -> None:  # fmt: skip
         if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
             raise wrong("group", group, "a group of torch.distributed, as dist.new_group() gives it")
@@ -62,7 +65,8 @@ class ExpertParallel:
         self._timeout_s = None if timeout_s is None else seconds("timeout_s", timeout_s)
         self._placement = placement if placement is None else _checked(placement)
         self._layers: dict[int, ParallelLayer] = {}
-        self._pipeline = Pipeline() if pipeline is None else instance("pipeline", pipeline, Pipeline, "a ps.moe.Pipeline()")
+        given = _pipeline_of(pipeline)
+        self._pipeline = Search(given) if isinstance(given, PipelineSearch) else given
         self._arena = HostArena(self._pipeline.host_bytes)
         self._way = choice("exchange", exchange, WAYS)
         self._exchange: Exchange | None = None
@@ -78,6 +82,11 @@ class ExpertParallel:
         before the first rows are sent."""
         measured = self._exchange.chosen if isinstance(self._exchange, TwoHopExchange) else None
         return measured or self._choice
+
+    @property
+    def pipelines(self) -> tuple[PipelineChoice, ...]:
+        """The pipelines that were chosen by search, each for a number of rows, and why; the same on all ranks."""
+        return self._pipeline.choices if isinstance(self._pipeline, Search) else ()
 
     def layer(self, source: ExpertSource, layer: int) -> ParallelLayer | None:
         """What `layer` of `source` exchanges rows by; None where this rank is alone. Every rank calls it, for each layer, in one
@@ -187,6 +196,17 @@ class ExpertParallel:
 
 def _is_job() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _pipeline_of(given: object) -> Pipeline | PipelineSearch:
+    """The argument `pipeline`."""
+    if given is None:
+        return Pipeline()
+    if isinstance(given, Pipeline | PipelineSearch):
+        return given
+    if isinstance(given, str) and given == "auto":
+        return PipelineSearch()
+    raise wrong("pipeline", given, "a ps.moe.Pipeline(), a ps.moe.PipelineSearch(), or 'auto'")
 
 
 def _checked(placement: object) -> Placement | dict[int, Placement]:

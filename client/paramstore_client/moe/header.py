@@ -20,13 +20,15 @@ from paramstore_client.moe.pipeline_plan import REUSES, SPLITS
 
 NUMBERS = 512
 """int64 numbers of one message: a header, and as many counts of rows as fit behind it."""
-TOLD_AT = 20
+TOLD_AT = 28
 """Where counts begin, or the bytes of a refusal."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MATCHED, REFUSED = 0, 1
 PHASE_AT = 2
 DTYPE_AT = TOLD_AT - 1
 """Where the dtype of what a rank's experts gave is told, by its place in DTYPES; UNKNOWN where it computed nothing."""
+TIMED_AT = 20
+"""Where a rank tells what it has measured, up to DTYPE_AT: no other one's is like it."""
 UNKNOWN = len(DTYPES)
 
 
@@ -54,7 +56,7 @@ class Header:
 
     phase, call: which exchange it is: of which pass, after how many calls of layers. step: the one whose experts are seen. width:
     elements of a row. slots: how many counts there are for each expert. records: whether gradients are recorded. parts, split,
-    reuse: those of the `Pipeline`.
+    reuse: those of the `Pipeline`. search: digest of the `PipelineSearch` that chooses it, 0 without.
     """
 
     phase: Phase
@@ -71,6 +73,7 @@ class Header:
     parts: int
     split: int
     reuse: int
+    search: int = 0
 
     def numbers(self) -> list[int]:
         return [getattr(self, name) for name in NAMES]
@@ -85,13 +88,15 @@ NAMES = tuple(field.name for field in fields(Header))
 
 
 def messages(
-    header: Header, world_size: int, *, counts: Sequence[Tensor] = (), computed: torch.dtype | None = None, device: torch.device
+    header: Header, world_size: int, *, counts: Sequence[Tensor] = (), computed: torch.dtype | None = None,
+    timed: Sequence[int] = (), device: torch.device,
 ) -> Tensor:  # fmt: skip
     """One rank's messages, [ranks, NUMBERS]: the header, and as many of the counts for each rank as fit. computed: the dtype of
-    what its experts gave."""
+    what its experts gave. timed: what it has measured."""
     told = np.zeros((world_size, NUMBERS), dtype=np.int64)  # by numpy, whose calls take a third of torch's time on so little
     numbers = header.numbers()
     told[:, PHASE_AT : PHASE_AT + len(numbers)] = numbers
+    told[:, TIMED_AT : TIMED_AT + len(timed)] = timed
     told[:, DTYPE_AT] = UNKNOWN if computed is None else DTYPES.index(computed)
     for message, fitting in zip(told, counts, strict=False):
         message[TOLD_AT : TOLD_AT + len(fitting)] = fitting.numpy()[: NUMBERS - TOLD_AT]
@@ -115,13 +120,13 @@ def phases(told: Tensor) -> set[int]:
 def check_told(told: Tensor, *, this: int) -> None:
     """Raises what another rank told it cannot go on for: its error, where it is one of ours, else a ParamStoreError that names it.
     Raises StepMismatch, which names ranks and values, where headers differ. told: [ranks, NUMBERS], on the host."""
-    numbers = told.numpy()[:, :DTYPE_AT]
+    numbers = told.numpy()[:, :TIMED_AT]
     if numbers[0, 0] == MATCHED and (numbers == numbers[0]).all():
         return
     for rank, message in enumerate(told):
         if rank != this and message[0] == REFUSED:
             raise _refused(message, rank)
-    check_alike([Header.of(numbers) for numbers in told[:, PHASE_AT:TOLD_AT].tolist()])
+    check_alike([Header.of(numbers) for numbers in told[:, PHASE_AT:TIMED_AT].tolist()])
 
 
 def _refused(told: Tensor, rank: int) -> ParamStoreError:

@@ -33,7 +33,9 @@ from paramstore_client.moe.balance.history import TokenHistory
 from paramstore_client.moe.balance.replicas import Replicas
 from paramstore_client.moe.call import Call, check_first_derivative, check_met, ending, telling
 from paramstore_client.moe.exchange import Exchange
-from paramstore_client.moe.header import DTYPES, NUMBERS, TOLD_AT, Header, Phase, messages
+from paramstore_client.moe.granularity.call_plan import CallPlan, FixedPlan, SearchedPlan
+from paramstore_client.moe.granularity.search import Kind, Search
+from paramstore_client.moe.header import DTYPES, NUMBERS, TIMED_AT, TOLD_AT, Header, Phase, messages
 from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.pipeline import PipelinedCall
 from paramstore_client.moe.pipeline_plan import Pipeline
@@ -49,8 +51,8 @@ _log = logging.getLogger(__name__)
 class ParallelLayer(ParallelRows):
     """One layer of experts of which this rank computes some. Owner of its placement, and of what was agreed on for its calls.
 
-    source: of its experts. step: tells which step's experts are seen. arena: where activations wait that are copied to the host,
-    shared by a model's layers.
+    source: of its experts. step: tells which step's experts are seen. pipeline: of every call, or the search that chooses it,
+    shared by a model's layers as arena is: where activations wait that are copied to the host.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class ParallelLayer(ParallelRows):
         layer: int,
         *,
         step: Callable[[], int],
-        pipeline: Pipeline | None = None,
+        pipeline: Pipeline | Search | None = None,
         arena: HostArena | None = None,
     ) -> None:
         self._exchange = exchange
@@ -70,7 +72,7 @@ class ParallelLayer(ParallelRows):
         self._step = step
         self._pipeline = pipeline or Pipeline()
         self._arena = arena or HostArena(self._pipeline.host_bytes)
-        self._groups: dict[int, Groups] = {}
+        self._groups: dict[tuple[int, int], Groups] = {}
         self._recorded: WeakSet[Call] = WeakSet()
         self.history = TokenHistory(placement.experts)
         self.device = torch.device("cpu")
@@ -97,12 +99,10 @@ class ParallelLayer(ParallelRows):
     def run(self, x_TD: Tensor, taken: Taken, counts_G: Tensor, *, top_k: int, local: Local, anchor: Anchor) -> Tensor:
         """Gives what `ParallelRows.run` says. Raises StepMismatch before a row is sent where ranks differ, the error of a rank
         that fails, and RankLost."""
-        records, pipeline = torch.is_grad_enabled(), self._pipeline
-        if hooks_around() is not None:  # whoever put them says what is kept, and where
-            pipeline = replace(pipeline, reuse="keep")
+        records = torch.is_grad_enabled()
         with self.guard(x_TD.device):  # once a forward: a checkpoint that recomputes gives another leaf each time
             given = anchor() if records and anchor is not None else None
-        call = self._agreed(x_TD, taken, counts_G, top_k=top_k, records=records, pipeline=pipeline)
+        call, pipeline = self._agreed(x_TD, taken, counts_G, top_k=top_k, records=records)
         with call.agreed():
             if records:
                 self._recorded.add(call)
@@ -110,14 +110,19 @@ class ParallelLayer(ParallelRows):
             if not pipeline.is_plain:
                 ahead = partial(self._load_ahead, call)
                 pipelined = PipelinedCall(call, taken, local, pipeline, arena=self._arena, load_ahead=ahead)
-                return call.returned(pipelined.run(x_TD, is_bound=anchor is not None, given=given))
-            if not records:
+                rows_ND = pipelined.run(x_TD, is_bound=anchor is not None, given=given)
+            elif not records:
                 x_MD = call.computable(0, call.start_tokens(0, x_TD, taken.token_N))
-                return call.returned(call.back(Phase.RETURN, _computed(call, local, x_MD, None)))
-            leaf = torch.zeros((), requires_grad=True) if given is None else given
-            x_MD, link = _There.apply(call, taken, leaf, x_TD)  # type: ignore[no-untyped-call]
-            y_MD = _computed(call, local, x_MD, None if anchor is None else lambda: given)
-            return call.returned(_Back.apply(call, leaf, link, y_MD))  # type: ignore[no-untyped-call]
+                rows_ND = call.back(Phase.RETURN, _computed(call, local, x_MD, None))
+            else:
+                leaf = torch.zeros((), requires_grad=True) if given is None else given
+                x_MD, link = _There.apply(call, taken, leaf, x_TD)  # type: ignore[no-untyped-call]
+                y_MD = _computed(call, local, x_MD, None if anchor is None else lambda: given)
+                rows_ND = _Back.apply(call, leaf, link, y_MD)  # type: ignore[no-untyped-call]
+            y_ND = call.returned(rows_ND)
+            if not records:
+                call.done()
+            return y_ND
 
     def _load_ahead(self, call: Call, part: int) -> None:
         """Asks for this rank's experts that have rows in `part`, while these are on their way; it fails nobody's work."""
@@ -130,45 +135,68 @@ class ParallelLayer(ParallelRows):
             _log.exception("layer %d: experts could not be loaded ahead", self._layer)
 
     def _agreed(
-        self, x_TD: Tensor, taken: Taken, counts_G: Tensor, *, top_k: int, records: bool, pipeline: Pipeline
-    ) -> Call:  # fmt: skip
+        self, x_TD: Tensor, taken: Taken, counts_G: Tensor, *, top_k: int, records: bool
+    ) -> tuple[Call, Pipeline]:  # fmt: skip
         exchange, device = self._exchange, x_TD.device
         self.device = device
         with self.guard(device):
             if x_TD.dtype not in DTYPES:
                 raise ConfigError(f"expert-parallel rows of {x_TD.dtype}: use one of {', '.join(map(str, DTYPES))}")
-            slots = len(counts_G) // self._placement.experts
-            if slots not in self._groups:
-                self._groups[slots] = Groups.of(self._placement, slots=slots, parts=pipeline.expert_parts)
-            groups = self._groups[slots]
+            are_hooks_around = hooks_around() is not None
+            plan = self._plan(x_TD, top_k=top_k, records=records, is_fixed=are_hooks_around)
+            pipeline, slots = plan.pipeline, len(counts_G) // self._placement.experts
+            if are_hooks_around:  # whoever put them says what is kept, and where
+                pipeline = replace(pipeline, reuse="keep")
+            groups = self._grouped(slots, pipeline.expert_parts)
             header = Header(
                 Phase.FORWARD, exchange.call_count, self._layer, self._step(), DTYPES.index(x_TD.dtype), x_TD.shape[1],
-                self._placement.experts, top_k, slots, self._digest, int(records), *pipeline.numbers,
+                self._placement.experts, top_k, slots, self._digest, int(records), *pipeline.numbers, plan.word,
             )  # fmt: skip
-        self._exchange.call_count += 1
-        counted_WR = None
-        if self._replicas is not None:
-            counted_R = self._replicas.counted(counts_G)
-            counted_WR = self._told(replace(header, phase=Phase.REPLICAS), [counted_R] * exchange.world_size)
+        exchange.call_count += 1
+        counts_G = self._split(header, counts_G, device)
         with telling(exchange, Phase.FORWARD, device):
-            if self._replicas is not None and counted_WR is not None:
-                counts_G = self._replicas.split(counts_G, counted_WR, rank=exchange.rank)
             chunk_N, counts_CG = None, counts_G[None]
             if pipeline.chunks > 1:
                 chunk_N, counts_CG = chunk_counts(counts_G, taken.token_N.cpu(), tokens=len(x_TD), chunks=pipeline.chunks)
             outgoing = Outgoing.of(counts_CG, groups, chunk_N=chunk_N, device=device)
-        counts_WG = self._told(header, outgoing.counts)
+            timed = plan.telling(len(taken.token_N))
+        counts_WG, timed_W = self._told(header, outgoing.counts, timed)
         with ending(exchange):
+            clock = plan.agreed(exchange, header.call, timed_W)
             incoming = Incoming.of_parts(counts_WG, groups, rank=exchange.rank, chunks=pipeline.chunks, device=device)
             self.history.add([block for part in incoming for block in part.blocks])
-            return Call(exchange, header, outgoing, incoming, device)
+            return Call(exchange, header, outgoing, incoming, device, clock=clock), pipeline
 
-    def _told(self, header: Header, counts: Sequence[Tensor]) -> Tensor:
-        """[ranks, numbers], those that each rank tells this one behind its header, as many as this one tells itself. counts: for
-        each rank. Raises what `check_told` raises."""
-        told = self._exchange.alike(messages(header, len(counts), counts=counts, device=self.device)).cpu()
+    def _plan(self, x_TD: Tensor, *, top_k: int, records: bool, is_fixed: bool) -> CallPlan:
+        if not isinstance(self._pipeline, Search):
+            return FixedPlan(self._pipeline)
+        experts, width = self._placement.experts, x_TD.shape[1]
+        kind = Kind(records, experts, -(-experts // self._exchange.world_size), top_k, width * x_TD.element_size())
+        return SearchedPlan(self._pipeline, kind, x_TD.device, is_fixed=is_fixed)
+
+    def _grouped(self, slots: int, parts: int) -> Groups:
+        if (slots, parts) not in self._groups:
+            self._groups[slots, parts] = Groups.of(self._placement, slots=slots, parts=parts)
+        return self._groups[slots, parts]
+
+    def _split(self, header: Header, counts_G: Tensor, device: torch.device) -> Tensor:
+        """The rows of each group, of an expert with replicas for each of these."""
+        if self._replicas is None:
+            return counts_G
+        counted_R = self._replicas.counted(counts_G)
+        counted_WR, _ = self._told(replace(header, phase=Phase.REPLICAS), [counted_R] * self._exchange.world_size)
+        with telling(self._exchange, Phase.FORWARD, device):
+            return self._replicas.split(counts_G, counted_WR, rank=self._exchange.rank)
+
+    def _told(
+        self, header: Header, counts: Sequence[Tensor], timed: Sequence[int] = ()
+    ) -> tuple[Tensor, list[list[int]]]:  # fmt: skip
+        """[ranks, numbers], those that each rank tells this one behind its header, as many as this one tells itself; and what each
+        tells in place of `timed`. counts: for each rank. Raises what `check_told` raises."""
+        told = self._exchange.alike(messages(header, len(counts), counts=counts, timed=timed, device=self.device)).cpu()
         check_met(self._exchange, told)
-        return torch.cat([told[:, TOLD_AT:], *self._rest(counts)], dim=1)[:, : len(counts[self._exchange.rank])]
+        behind = torch.cat([told[:, TOLD_AT:], *self._rest(counts)], dim=1)[:, : len(counts[self._exchange.rank])]
+        return behind, told[:, TIMED_AT : TIMED_AT + len(timed)].tolist()
 
     def _rest(self, counts: Sequence[Tensor]) -> list[Tensor]:
         """The counts that a message has no room for, by rank: of many experts, slots or parts."""
@@ -216,8 +244,9 @@ class _There(torch.autograd.Function):
     def backward(ctx: Any, grad_MD: Tensor, _: Tensor) -> tuple[None, None, Tensor, Tensor | None]:
         with ctx.call.agreed():
             grad_ND = ctx.call.back(Phase.RETURN_BACKWARD, grad_MD)
-        ctx.call.is_done = True
-        return None, None, torch.zeros(()), ctx.taken.summed(grad_ND) if ctx.wants_x else None
+        grad_TD = ctx.taken.summed(grad_ND) if ctx.wants_x else None
+        ctx.call.done()
+        return None, None, torch.zeros(()), grad_TD
 
 
 class _Back(torch.autograd.Function):

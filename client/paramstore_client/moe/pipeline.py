@@ -88,9 +88,9 @@ class PipelinedCall:
 
         with self._call.agreed():
             grad_TD = self._taken.summed(self._passed(Phase.RETURN_BACKWARD, start, compute))
-        self._call.is_done = True
         if not does_stay:
             self._graphs.clear()
+        self._call.done()
         return grad_TD
 
     def _passed(

@@ -1,10 +1,12 @@
-"""What a layer's pipeline does, as a value: into how many parts it is split, and what of them is kept for backward."""
+"""What a layer's pipeline does, as a value: into how many parts it is split, and what of them is kept for backward; and among
+which pipelines a search may choose."""
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
-from paramstore.core.arguments import choice, whole_number
+from paramstore.core.arguments import choice, whole_number, wrong
 
 SPLITS = ("experts", "tokens")
 REUSES = ("keep", "S1", "S2", "S3", "S4")
@@ -70,3 +72,43 @@ class Pipeline:
     def numbers(self) -> tuple[int, int, int]:
         """What ranks compare."""
         return self.parts, SPLITS.index(self.split), REUSES.index(self.reuse)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSearch:
+    """Lets ranks find a layer's pipeline by themselves, for each number of rows: in its first calls they measure it in one part and
+    in some, and rows between them; a model of the rest names the best, which then takes turns with one part: the clock decides.
+
+    splits: those among which it chooses; "experts" alone changes no bit. reuses: the strategies among which it chooses, by time;
+    "keep" is nearly always the quickest, so leave it out where memory is short. most_parts: the most that it tries.
+    host_bytes: as of `Pipeline`; a strategy whose copies do not fit raises CapacityError, also when it is tried.
+
+    Raises ConfigError.
+    """
+
+    splits: tuple[str, ...] = ("experts",)
+    reuses: tuple[str, ...] = ("keep",)
+    most_parts: int = 8
+    host_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("splits", SPLITS), ("reuses", REUSES)):
+            given = getattr(self, name)
+            for each in given if isinstance(given, tuple) else ():
+                choice(f"each of {name}", each, known)
+            if not isinstance(given, tuple) or not given or len(set(given)) < len(given):
+                raise wrong(name, given, f"a tuple of some of {', '.join(map(repr, known))}, none of them twice")
+        whole_number("most_parts", self.most_parts, least=1, most=MOST_PARTS)
+        if self.host_bytes is not None:
+            whole_number("host_bytes", self.host_bytes)
+
+    @property
+    def digest(self) -> int:
+        """What ranks compare."""
+        return zlib.crc32(repr(self).encode())
+
+
+def pipelines_of(search: PipelineSearch, parts: int) -> tuple[Pipeline, ...]:
+    """Those of so many parts among which it chooses; the first one of one part is what the others stand beside."""
+    splits = search.splits if parts > 1 else search.splits[:1]
+    return tuple(Pipeline(parts, split, reuse, search.host_bytes) for split in splits for reuse in search.reuses)

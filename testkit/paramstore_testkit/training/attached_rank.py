@@ -58,13 +58,14 @@ class Job:
     def __init__(
         self, store: ps.Store, name: str, wrap: Callable[[nn.Module], nn.Module], *, updates_in_backward: bool = False,
         is_parallel: bool = False, has_columns: bool = False, placement: ps.moe.Placement | None = None,
+        pipeline: str | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.namespace = self._open(store, name)
         self.is_sharded = wrap is shard
         self.is_exact = not (is_parallel or has_columns)
         self.store = store
-        parallel = ps.moe.ExpertParallel(placement=placement)
+        parallel = ps.moe.ExpertParallel(placement=placement, pipeline=pipeline)
         self.stored = make_stored(self.namespace, parallel=parallel if is_parallel else None)
         if has_columns:
             mesh = mesh_of_all() if wrap is shard else None
@@ -176,6 +177,28 @@ def train_plainly(job: Job) -> None:
     for foreach in (None, True, False):
         job.train(2, clip={"foreach": foreach})
         job.check(**CLOSE)
+
+
+def train_scaled(job: Job) -> None:
+    """Trains under a GradScaler. The second step overflows on one rank alone: all skip it, and all scale by less."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        does_overflow = step == 1
+        job.optimizer.zero_grad()
+        job.expected.zero_grad()
+        loss = job.model(batch(job.next_step * job.world_size + job.rank))
+        scaler.scale(loss * (torch.inf if does_overflow and job.rank == 0 else 1.0)).backward()
+        scaler.unscale_(job.optimizer)
+        clip_grad_norm_(job.model.parameters(), MAX_NORM)
+        scaler.step(job.optimizer)
+        scaler.update()
+        if not does_overflow:
+            job.differentiate_resident()
+            clip_grad_norm_(job.resident.parameters(), MAX_NORM)
+            job.expected.step()
+        job.next_step += 1
+    assert scaler.get_scale() == 512.0
+    job.check(**CLOSE)
 
 
 def train_early(job: Job) -> None:
@@ -326,14 +349,15 @@ MODES: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[Job], None]]]
     "trainer": (keep, trainer),
     "nested": (nest, train_plainly),
     "restart": (replicate, restart),
+    "scaler ddp": (replicate, train_scaled),
     "early ddp": (replicate, train_early),
     "early fsdp2": (shard, train_early),
     "dense": (replicate, commit_dense),
     "timeline": (replicate, look),
     "timeline fsdp2": (shard, look),
 }
-PARALLEL, REPLICAS = "parallel ", "parallel replicas "
-"""Before a mode: experts are spread over the ranks; and the first of them lies on all ranks."""
+PARALLEL, REPLICAS, SEARCH = "parallel ", "parallel replicas ", "parallel search "
+"""Before a mode: experts are spread over the ranks; and the first of them lies on all ranks; or their pipeline is searched for."""
 COLUMNS = "columns "
 """Before a mode: the embedding's columns are spread over the ranks."""
 
@@ -350,7 +374,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     try:
         for mode in modes[:1] if modes[0].endswith("restart") else modes:
-            kind = mode.removeprefix(REPLICAS).removeprefix(PARALLEL).removeprefix(COLUMNS)
+            kind = mode.removeprefix(REPLICAS).removeprefix(SEARCH).removeprefix(PARALLEL).removeprefix(COLUMNS)
             wrap, act = MODES[kind]
             torch.manual_seed(0)
             with ps.connect(address) as store:
@@ -358,6 +382,7 @@ def main() -> None:
                     Job(
                         store, mode.replace(" ", "-"), wrap, updates_in_backward=kind.startswith("early"),
                         is_parallel=mode.startswith(PARALLEL), has_columns=COLUMNS in mode, placement=_placement(mode),
+                        pipeline="auto" if mode.startswith(SEARCH) else None,
                     )
                 )  # fmt: skip
                 dist.barrier()

@@ -13,9 +13,10 @@ from torch.distributed import distributed_c10d
 from paramstore.core.placement import Placement
 from paramstore.errors import ParamStoreError
 from paramstore_client.moe.exchange import Exchange, FlatExchange
+from paramstore_client.moe.granularity.search import Search
 from paramstore_client.moe.host_arena import HostArena
 from paramstore_client.moe.parallel_layer import ParallelLayer
-from paramstore_client.moe.pipeline_plan import Pipeline
+from paramstore_client.moe.pipeline_plan import Pipeline, PipelineSearch
 
 T = TypeVar("T")
 
@@ -29,10 +30,12 @@ class ThreadParallel:
     """What `ExpertParallel` is to a model, of one rank among threads. placement: of every layer; None: in order. Owner of the
     layers that were made last."""
 
-    def __init__(self, exchange: Exchange, placement: Placement | None = None, pipeline: Pipeline | None = None) -> None:
+    def __init__(
+        self, exchange: Exchange, placement: Placement | None = None, pipeline: Pipeline | PipelineSearch | None = None
+    ) -> None:
         self.exchange = exchange
         self.placement = placement
-        self.pipeline = pipeline or Pipeline()
+        self.pipeline = Search(pipeline) if isinstance(pipeline, PipelineSearch) else pipeline or Pipeline()
         self.arena = HostArena(self.pipeline.host_bytes)
         self.layers: dict[int, ParallelLayer] = {}
         self.table_count = 0

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from paramstore.errors import CapacityError, ParamStoreError, StepMismatch
+from paramstore_client.moe.granularity.search import TOLD
 from paramstore_client.moe.header import (
     DTYPE_AT,
     NUMBERS,
+    PHASE_AT,
+    TIMED_AT,
     TOLD_AT,
     UNKNOWN,
     Header,
@@ -36,7 +39,13 @@ def test_messages_hold_the_header_and_the_counts_for_each_rank() -> None:
 
 
 def test_a_header_leaves_room_for_its_fields() -> None:
-    assert 2 + len(FIELDS) <= DTYPE_AT < TOLD_AT
+    assert PHASE_AT + len(FIELDS) <= TIMED_AT < DTYPE_AT - TOLD < DTYPE_AT < TOLD_AT
+
+
+def test_what_ranks_have_measured_may_differ() -> None:
+    told = torch.cat([messages(HEADER, 1, timed=range(rank, rank + TOLD), device=CPU) for rank in (1, 2)])
+    check_told(told, this=0)
+    assert told[:, TIMED_AT : TIMED_AT + TOLD].tolist() == [list(range(1, 1 + TOLD)), list(range(2, 2 + TOLD))]
 
 
 @pytest.mark.parametrize("field", FIELDS)

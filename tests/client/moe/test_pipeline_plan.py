@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paramstore.errors import ConfigError
-from paramstore_client.moe.pipeline_plan import REUSES, SPLITS, Pipeline
+from paramstore_client.moe.pipeline_plan import REUSES, SPLITS, Pipeline, PipelineSearch, pipelines_of
 
 
 @pytest.mark.parametrize("wrong", [{"parts": 0}, {"parts": 65}, {"split": "rows"}, {"reuse": "S5"}, {"host_bytes": -1}], ids=str)
@@ -37,3 +37,23 @@ def test_each_strategy_has_rows_and_activations_in_its_own_way() -> None:
 def test_ranks_that_differ_have_other_numbers() -> None:
     all_numbers = [Pipeline(parts, split, reuse).numbers for parts in (1, 2) for split in SPLITS for reuse in REUSES]
     assert len(set(all_numbers)) == len(all_numbers)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"splits": ()}, {"splits": "experts"}, {"splits": ("rows",)}, {"splits": ("tokens", "tokens")}, {"splits": ["tokens"]},
+        {"reuses": ("S5",)}, {"reuses": (1,)}, {"most_parts": 0}, {"most_parts": 65}, {"host_bytes": -1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_search_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        PipelineSearch(**wrong)
+
+
+def test_a_search_is_among_what_it_names() -> None:
+    search = PipelineSearch(splits=("tokens", "experts"), reuses=("S4", "S1"), host_bytes=7)
+    assert pipelines_of(search, 1) == (Pipeline(1, "tokens", "S4", 7), Pipeline(1, "tokens", "S1", 7))
+    assert {(each.split, each.reuse) for each in pipelines_of(search, 2)} == {(one, two) for one in SPLITS for two in ("S4", "S1")}
+    assert search.digest not in {PipelineSearch().digest, 0}

@@ -1,4 +1,4 @@
-"""A process that is one rank of a job on a node: `-m paramstore_bench.moe.parts_rank FOLDER` does the task that lies there, with
+"""A process that is one rank of a job on a node: `-m paramstore_bench.moe.parts.rank FOLDER` does the task that lies there, with
 the others. The first rank leaves what was found beside it.
 """
 
@@ -23,13 +23,17 @@ from torch import Tensor
 from paramstore.bench.pairs import Sample, sample_pairs
 from paramstore.core.placement import Placement
 from paramstore.errors import StepMismatch
-from paramstore_bench.moe.comparing import joined
+from paramstore_bench.moe.comparing import MOST_CALLS, joined
 from paramstore_bench.moe.meeting import greatest, seconds_of
-from paramstore_bench.moe.parts import COUNTS, FOUND, TASKS, PartsFound, PartsTask
+from paramstore_bench.moe.parts.task import COUNTS, FOUND, TASKS, PartsFound, PartsRun, PartsTask
 from paramstore_bench.moe.sizes import RANKS, Batch
-from paramstore_client.moe import Pipeline
+from paramstore_client.moe import Pipeline, PipelineSearch
 from paramstore_client.moe.exchange import FlatExchange
+from paramstore_client.moe.granularity.probe import measured
+from paramstore_client.moe.granularity.search import Search
+from paramstore_client.moe.granularity.trial import PipelineChoice
 from paramstore_client.moe.parallel_layer import ParallelLayer
+from paramstore_client.moe.pipeline_plan import SPLITS
 from paramstore_client.nn.routing import Block, Taken
 from paramstore_client.source import ExpertSource
 
@@ -37,7 +41,7 @@ from paramstore_client.source import ExpertSource
 class Sleeping:
     """A layer whose experts give back what they get, after a while."""
 
-    def __init__(self, task: PartsTask, exchange: FlatExchange, pipeline: Pipeline) -> None:
+    def __init__(self, task: PartsTask, exchange: FlatExchange, pipeline: Pipeline | Search) -> None:
         resident = cast(ExpertSource, SimpleNamespace(lease_slots=0, prefetch=lambda keys: None))
         placement = Placement.in_order(task.sizes.experts, RANKS)
         self._layer = ParallelLayer(exchange, placement, resident, 0, step=lambda: 0, pipeline=pipeline)
@@ -65,7 +69,7 @@ class Sleeping:
         return self._x_TD.index_select(0, self._taken.token_N)
 
 
-def found_of(task: PartsTask) -> list[PartsFound]:
+def found_of(task: PartsTask) -> PartsRun:
     """Does a task. Raises StepMismatch where other rows come back than were sent."""
     exchange = joined()
     one = Sleeping(task, exchange, Pipeline())
@@ -74,14 +78,28 @@ def found_of(task: PartsTask) -> list[PartsFound]:
     all_ids = [Batch.draw(task.sizes, rank=rank, number=0).ids[0] for rank in range(RANKS)]
     compute_s = greatest(float(sum(torch.isin(ids, torch.tensor(held)).sum() for ids in all_ids)) * task.row_us / 1e6)
     found = []
-    for split in ("experts", "tokens"):
+    for split in SPLITS:
+        choice = _choice(task, exchange, split)
+        expected_s = {each.pipeline.parts: each.seconds for each in choice.estimates}
         for parts in COUNTS:
             layer = Sleeping(task, exchange, Pipeline(parts=parts, split=split))
             if not torch.equal(layer.run(), layer.rows):
                 raise StepMismatch(f"{parts} parts of {split}: other rows came back")
             pairs = sample_pairs(task.rounds, partial(_sample, task, layer), partial(_sample, task, one))
-            found.append(PartsFound(split, parts, pairs, exchange_s, compute_s))
-    return found
+            found.append(PartsFound(split, parts, pairs, expected_s[parts], choice.pipeline.parts == parts))
+    sizes_bytes = [len(one.rows) * task.sizes.row_bytes // (1 << power) for power in range(5)]
+    return PartsRun(found, exchange_s, compute_s, list(measured(exchange, sizes_bytes, torch.device("cpu")).points))
+
+
+def _choice(task: PartsTask, exchange: FlatExchange, split: str) -> PipelineChoice:
+    """What a search among parts of one kind finds. Raises StepMismatch where it finds nothing."""
+    search = Search(PipelineSearch(splits=(split,), most_parts=max(COUNTS)))
+    layer = Sleeping(task, exchange, search)
+    for _ in range(MOST_CALLS):
+        layer.run()
+        if search.choices:
+            return search.choices[0]
+    raise StepMismatch(f"parts of {split}: nothing was chosen in {MOST_CALLS} calls")
 
 
 def _sample(task: PartsTask, layer: Sleeping, _: int) -> Sample:
