@@ -79,10 +79,16 @@ def test_a_layer_in_parts_is_measured_over_a_link_and_by_its_memory(tmp_path: Pa
     rows = json.loads(file.read_text())["rows"]
     names = [(row["name"], row["target"]["bound"]) for row in rows if row["target"]]
     assert names.count(("layer in parts over a link", 1.25)) == (6 if has_links else 0), "the best of each case and split"
-    memory = [row for row in rows if "memory" in row["name"]]
+    memory = [row for row in rows if row["against"] == "all kept"]
     assert len(memory) == 16
     assert all(row["ratio"] < 1 for row in memory)
     assert all((row["parts"]["host_bytes"] == 0) == row["case"].endswith("S4") for row in memory)
+    formula = {(row["name"], row["case"].rpartition(" parts of ")[2]): row for row in rows if row["name"].startswith("formula")}
+    assert len(formula) == 2 * (2 * 5 + 3), "held and peak of each way, and of three ways what waits on the host"
+    for row in formula.values():
+        assert row["target"]["bound"] == 0.10
+        measured = row["parts"]["measured_bytes"]
+        assert row["value"] == pytest.approx(abs(row["parts"]["formula_bytes"] - measured) / measured)
 
 
 def test_a_part_that_is_none_is_refused(tmp_path: Path) -> None:
