@@ -19,7 +19,7 @@ from paramstore_client.moe.pipeline_plan import Pipeline
 
 NUMBER_BYTES = 8
 RANDOM_BYTES = 5056
-"""Bytes of the state of torch's random numbers, of which a part that is computed again keeps one."""
+"""Bytes of the state of torch's random numbers, of which each part that is computed again keeps one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,8 @@ def _kept_bytes(sizes: LayerSizes, pipeline: Pipeline) -> int:
     orders = 4 if pipeline.parts == 1 else 5
     numbers = NUMBER_BYTES * (orders * sizes.rows_out + 2 * sizes.rows_in)
     gates = sizes.rows_out * sizes.element_bytes
-    random = RANDOM_BYTES * pipeline.parts if pipeline.computes_again else 0
+    computed = sum(part.rows_in > 0 for part in _parts(sizes, pipeline))
+    random = RANDOM_BYTES * computed if pipeline.computes_again else 0
     rows = sizes.rows_in * (sizes.row_bytes + sizes.activation_bytes) if pipeline.reuse == "keep" else 0
     return numbers + gates + random + rows
 
