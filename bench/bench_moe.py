@@ -2,8 +2,9 @@
 with expert parallelism beside without; one layer beside the all-to-all of transformers, beside one of fixed capacity, and with a
 pipeline that is searched for beside the same in one part; tasks of different size spread over ranks beside one on each, where
 control groups give each rank a share of a processor (root); exchanges beside the flat one, and a layer in parts beside one in one
-and beside its model, over links of a known rate (root alone can make those); what a layer in parts takes of memory. A run ends
-where outputs or gradients differ by more than rounding, or other rows are sent than the routing says.
+and beside its model, over links of a known rate (root alone can make those); what a layer in parts takes of memory, beside
+one that keeps all and beside a formula. A run ends where outputs or gradients differ by more than rounding, or other rows are sent
+than the routing says.
 
 Run it on an idle machine: `python bench/bench_moe.py [--quick] [--only PARTS] [--dir DIR] [--out FILE]`. The figures go to
 bench/results/moe-<date>.json. `--device cuda` measures a layer on one GPU, and on several where there are, in place of the rest.
@@ -47,6 +48,7 @@ QUICK_LAYER = Sizes(experts=8, width=32, inner=32, tokens=64, top_k=2, skew=1.2,
 SLACK_BYTES = 256 * MIB
 ELASTIC = Sizes(experts=16, width=256, inner=256, tokens=256, top_k=2, skew=0.7, passes=2)
 MEMORY = Sizes(experts=32, width=256, inner=512, tokens=512, top_k=4, skew=0.0)
+SKEWED_MEMORY = Sizes(experts=24, width=384, inner=256, tokens=768, top_k=2, skew=0.7)
 SHARE = 0.8
 """The part of the cores that the ranks with a quota have together: the rest is left to the others of this machine."""
 PARTS = ("service", "peer", "capacity", "auto", "elastic", "links", "parts", "memory")
@@ -134,7 +136,7 @@ def measure(bench: Bench, *, parts: list[str], is_quick: bool) -> Iterator[Row]:
     if "memory" in parts:
         bench.tell("memory of a layer in parts")
         with bench.folder("memory") as folder:
-            yield from memory_rows(QUICK_LAYER if is_quick else MEMORY, folder)
+            yield from memory_rows([QUICK_LAYER] if is_quick else [MEMORY, SKEWED_MEMORY], folder)
 
 
 def measure_service(bench: Bench, sizes: Sizes) -> Iterator[Row]:

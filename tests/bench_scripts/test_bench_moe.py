@@ -89,10 +89,16 @@ def test_a_layer_in_parts_is_measured_over_a_link_and_by_its_memory(tmp_path: Pa
     simulated = [row for row in rows if row["name"].startswith("simulated")]
     assert len(simulated) == (12 if has_links else 0)
     assert all("simulated from what 4 ranks measured" in row["note"] for row in simulated)
-    memory = [row for row in rows if "memory" in row["name"]]
+    memory = [row for row in rows if row["against"] == "all kept"]
     assert len(memory) == 16
     assert all(row["ratio"] < 1 for row in memory)
     assert all((row["parts"]["host_bytes"] == 0) == row["case"].endswith("S4") for row in memory)
+    formula = {(row["name"], row["case"].rpartition(" parts of ")[2]): row for row in rows if row["name"].startswith("formula")}
+    assert len(formula) == 2 * (2 * 5 + 3), "held and peak of each way, and of three ways what waits on the host"
+    for row in formula.values():
+        assert row["target"]["bound"] == 0.10
+        measured = row["parts"]["measured_bytes"]
+        assert row["value"] == pytest.approx(abs(row["parts"]["formula_bytes"] - measured) / measured)
 
 
 @pytest.mark.slow

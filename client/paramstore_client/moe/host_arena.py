@@ -16,6 +16,12 @@ STEPS = 8
 large, as numbers of rows change from step to step."""
 
 
+def buffer_bytes(size_bytes: int) -> int:
+    """The size of a buffer in which `size_bytes` lie."""
+    step = max(ROUND_BYTES, (1 << size_bytes.bit_length()) // (2 * STEPS))
+    return -(-size_bytes // step) * step
+
+
 class HostArena:
     """Buffers that are kept when nothing lies in them, as the next pass needs about the same ones: used and free together no more
     than were ever used at once.
@@ -37,8 +43,7 @@ class HostArena:
 
     def take(self, size_bytes: int, *, is_pinned: bool) -> Tensor:
         """Takes a buffer of at least `size_bytes`."""
-        step = max(ROUND_BYTES, (1 << size_bytes.bit_length()) // (2 * STEPS))
-        size_bytes = -(-size_bytes // step) * step
+        size_bytes = buffer_bytes(size_bytes)
         used_bytes = self._used_bytes + size_bytes
         if self._limit_bytes is not None and used_bytes > self._limit_bytes:
             raise CapacityError(

@@ -64,6 +64,11 @@ class Pipeline:
         return self.reuse in ("S1", "S3")
 
     @property
+    def copies_activations(self) -> bool:
+        """Whether activations wait on the host."""
+        return self.reuse in ("S1", "S2")
+
+    @property
     def computes_again(self) -> bool:
         """Whether backward computes activations again."""
         return self.reuse in ("S3", "S4")
