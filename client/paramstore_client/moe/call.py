@@ -154,7 +154,13 @@ class Call:
         as this rank sends no more of them."""
         self._is_settled = False
         with ending(self._exchange, unless=lambda: self._is_settled):
-            yield
+            try:
+                yield
+            except BaseException:
+                clock, self._clock = self._clock, None
+                if clock is not None:
+                    clock.fail()
+                raise
 
     @contextmanager
     def guard(self, phase: Phase) -> Iterator[None]:

@@ -153,5 +153,7 @@ def check_alike(headers: Sequence[Header]) -> None:
 def _named(field: str, value: int) -> str:
     if field == "phase":
         return Phase(value).name.lower().replace("_", " of ")
+    if field == "search":
+        return "none" if value == 0 else f"{value % (1 << 32):08x}" + (", on trial" if value >> 32 else "")
     known = {"dtype": DTYPES, "split": SPLITS, "reuse": REUSES}.get(field, ())
     return str(known[value] if value < len(known) else value)

@@ -18,8 +18,9 @@ class Pipeline:
     """How the ranks split a layer's work, and what they keep of it between forward and backward: alike on all.
 
     parts: how many exchanges there are of each kind, one beside computing the part before: the granularity n of MPMoE. split:
-    "experts": a part has some of each rank's experts, and all of their rows: no bit changes. "tokens": it has some of each rank's
-    tokens, as in the paper; gradients of weights are sums of as many partial sums, and each part leases its experts anew.
+    "experts": a part has some of each rank's experts, and all of their rows: no bit changes, but where a row is no multiple of 16
+    bytes: the CPU's library rounds by where it begins. "tokens": it has some of each rank's tokens, as in the paper; gradients of
+    weights are sums of as many partial sums, and each part leases its experts anew.
     reuse: strategy of MPMoE's table III by which memory of rows and activations is used again by other layers, parts and passes:
     - "keep": both are kept where they are.
     - "S1": both are copied to the host. "S2": rows are sent again, activations copied. "S3": rows are copied, activations computed
@@ -86,7 +87,8 @@ class PipelineSearch:
 
     splits: those among which it chooses; "experts" alone changes no bit. reuses: the strategies among which it chooses, by time;
     "keep" is nearly always the quickest, so leave it out where memory is short. most_parts: the most that it tries.
-    host_bytes: as of `Pipeline`; a strategy whose copies do not fit raises CapacityError, also when it is tried.
+    host_bytes: as of `Pipeline`; a strategy whose copies do not fit raises CapacityError when it is tried, twice: then it is left
+    out. Under hooks for saved tensors, which are around on all ranks or on none, a layer has one part, and nothing is tried.
 
     Raises ConfigError.
     """
@@ -110,7 +112,7 @@ class PipelineSearch:
     @property
     def digest(self) -> int:
         """What ranks compare."""
-        return zlib.crc32(repr(self).encode())
+        return zlib.crc32(repr((self.splits, self.reuses, self.most_parts)).encode())
 
 
 def pipelines_of(search: PipelineSearch, parts: int) -> tuple[Pipeline, ...]:

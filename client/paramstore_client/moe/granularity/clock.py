@@ -27,7 +27,7 @@ class Times:
     def microseconds(self) -> tuple[int, int, int, int]:
         """How ranks tell them."""
         return (
-            round(1e6 * self.forward_s), round(1e6 * self.forward_computing_s),
+            max(1, round(1e6 * self.forward_s)), round(1e6 * self.forward_computing_s),
             round(1e6 * self.backward_s), round(1e6 * self.backward_computing_s),
         )  # fmt: skip
 
@@ -37,10 +37,10 @@ class Times:
 
 
 class Clock:
-    """Takes the time of one call, lap by lap. ended: gets it when the call has."""
+    """Takes the time of one call, lap by lap. ended: gets it when the call has; None in place of it where that has failed."""
 
     def __init__(self, device: torch.device) -> None:
-        self.ended: Callable[[Clock], None] = lambda _: None
+        self.ended: Callable[[Clock | None], None] = lambda _: None
         self._device = device
         self._laps: list[tuple[Any, Any, bool, bool]] = []
         self._last: Any = None
@@ -64,6 +64,10 @@ class Clock:
         """Ends the call, and its last lap."""
         self.lap()
         self.ended(self)
+
+    def fail(self) -> None:
+        """Ends the call, whose times are nothing."""
+        self.ended(None)
 
     def times(self) -> Times:
         """Of the laps until now; waits for the device."""

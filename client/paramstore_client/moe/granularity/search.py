@@ -23,7 +23,8 @@ MOST_UNDER_WAY = 1024
 MOST_PROBED_BYTES = 1 << 25
 """What a rank sends at most when an exchange is measured: more takes as many times longer."""
 TOLD = 6
-"""Numbers that a rank tells with a header: its rows, and a call that it has ended, 0 or one more than its number, and its times."""
+"""Numbers that a rank tells with a header: its rows, and a call that it has ended, 0 or one more than its number, and its times,
+0 where it has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Search:
         """The class of the rows of all ranks in the last call."""
         self._trials: dict[tuple[Kind, int], Trial] = {}
         self._under_way: dict[int, tuple[tuple[Kind, int], Pipeline]] = {}
-        self._ended: deque[tuple[int, Clock]] = deque()
+        self._ended: deque[tuple[int, Clock | None]] = deque()
         self._curve: Curve | None = None
 
     @property
@@ -82,7 +83,9 @@ class Search:
 
     def hear(self, kind: Kind, call: int, plan: Plan, told: Sequence[Sequence[int]]) -> bool:
         """Notes what ranks tell with the headers of `call`, which all of them have planned so. Whether it is to be timed."""
-        rows = self._heard[kind] = rows_class(sum(numbers[0] for numbers in told))
+        rows = rows_class(sum(numbers[0] for numbers in told))
+        if rows:
+            self._heard[kind] = rows
         self._note_ended({numbers[1] for numbers in told}, [max(each) for each in zip(*told, strict=True)])
         tried = self._trials.get((kind, plan.rows))
         if tried is not None:
@@ -92,7 +95,8 @@ class Search:
         is_timed = tried is not None and plan.rows == rows  # else it has other rows than it was planned for
         if is_timed:
             self._under_way[call] = (kind, rows), plan.pipeline
-        self._open(kind, rows, most_rows=max(numbers[0] for numbers in told))
+        if rows:
+            self._open(kind, rows, most_rows=max(numbers[0] for numbers in told))
         return is_timed
 
     def note_exchanges(self, kind: Kind, plan: Plan, curve: Curve) -> None:
@@ -108,10 +112,10 @@ class Search:
         if not self._ended:
             return (rows, *[0] * (TOLD - 1))
         call, clock = self._ended[0]
-        return (rows, call + 1, *clock.times().microseconds)
+        return (rows, call + 1, *([0] * (TOLD - 2) if clock is None else clock.times().microseconds))
 
-    def end(self, call: int, clock: Clock) -> None:
-        """Notes that a call has ended on this rank."""
+    def end(self, call: int, clock: Clock | None) -> None:
+        """Notes that a call has ended on this rank; None: that it has failed."""
         if call in self._under_way:
             self._ended.append((call, clock))
 
@@ -127,7 +131,10 @@ class Search:
         if timed is not None:
             where, pipeline = timed
             trial = self._trials[where]
-            trial.note_call(pipeline, Times.of_microseconds(most[2:]))
+            if most[2] == 0:
+                trial.note_failure(pipeline)
+            else:
+                trial.note_call(pipeline, Times.of_microseconds(most[2:]))
             if trial.awaits_curve and self._curve is not None and self._curve.covers(self._sizes_bytes(trial)):
                 trial.note_exchanges(self._curve)
             self._learn(where)

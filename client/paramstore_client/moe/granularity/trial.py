@@ -24,6 +24,8 @@ TURNS = 7
 """How often the best one and one part take turns before the median of their ratios counts."""
 GAIN = 1.05
 """How many times less time than one part a pipeline must take to be tried, and to stay."""
+FAILURES = 2
+"""How often a pipeline's calls fail before it is left out."""
 MOST_BEGUN = 256
 """Calls that begin and none of which ends, after which nothing is tried until one does."""
 
@@ -67,6 +69,7 @@ class Trial:
         self._candidates = [pipeline for parts in counts for pipeline in pipelines_of(options, parts)]
         self._wanted: dict[Pipeline, int] = dict.fromkeys((self._base, *pipelines_of(options, self._some)), CALLS)
         self._begun: Counter[Pipeline] = Counter()
+        self._failed: Counter[Pipeline] = Counter()
         self._begun_since = 0
         """Calls that have begun since one has ended."""
         self._times: defaultdict[Pipeline, list[Times]] = defaultdict(list)
@@ -106,6 +109,20 @@ class Trial:
             if not self._waiting() and not self.awaits_curve:
                 self._decide()
 
+    def note_failure(self, pipeline: Pipeline) -> None:
+        """Notes that a call has failed on all ranks: one whose copies do not fit, say."""
+        self._begun_since = 0
+        self._failed[pipeline] += 1
+        if pipeline == self._base or self._failed[pipeline] < FAILURES or self.choice is not None:
+            return
+        way = pipeline.split, pipeline.reuse
+        self._candidates = [each for each in self._candidates if each == self._base or (each.split, each.reuse) != way]
+        self._wanted.pop(pipeline, None)
+        if self._tried is not None:
+            self._choose(self._base, f"{_named(pipeline)} failed")
+        elif not self._waiting() and not self.awaits_curve:
+            self._decide()
+
     def estimates(self) -> Iterator[Estimate]:
         """What the model expects of each candidate, once all was measured that it needs."""
         assert self._curve is not None
@@ -143,8 +160,9 @@ class Trial:
         return each[0], each[1]
 
     def _typical(self, pipeline: Pipeline) -> Times:
-        """The median of what its calls took, each time by itself."""
-        return Times(*(median(getattr(each, field.name) for each in self._times[pipeline]) for field in fields(Times)))
+        """The median of what its calls took, each time by itself; that of one part where none was timed."""
+        times = self._times[pipeline] or self._times[self._base]
+        return Times(*(median(getattr(each, field.name) for each in times) for field in fields(Times)))
 
     def _waiting(self) -> list[Pipeline]:
         return [pipeline for pipeline, wanted in self._wanted.items() if len(self._times[pipeline]) < wanted]
@@ -154,8 +172,8 @@ class Trial:
         if self._tried is not None:
             self._choose_by_clock(self._tried)
             return
-        if self._curve is None:
-            self._choose(self._base, "nothing else may be chosen")
+        if self._curve is None or not self._candidates:
+            self._choose(self._base, "nothing else can be chosen")
             return
         self._estimates = tuple(self.estimates())
         of_base = next((each for each in self._estimates if each.pipeline == self._base), None)

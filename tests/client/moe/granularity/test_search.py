@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from paramstore.core.placement import Placement
-from paramstore.errors import ConfigError, StepMismatch
+from paramstore.errors import CapacityError, ConfigError, StepMismatch
 from paramstore_client.moe.exchange import Exchange, FlatExchange
 from paramstore_client.moe.granularity import trial
 from paramstore_client.moe.granularity.clock import Clock, Times
@@ -140,6 +140,18 @@ def test_calls_without_a_backward_are_forgotten() -> None:
     assert len(ranks.searches[0]._under_way) <= MOST_UNDER_WAY
 
 
+def test_calls_without_a_row_are_no_trial() -> None:
+    ranks = Ranks()
+    for _ in range(3):
+        ranks.call((0, 0, 0))
+    for _ in range(MOST_CALLS):
+        ranks.call((0, 0, 0))
+        ranks.call((100, 0, 300))
+        if ranks.choices():
+            return
+    raise AssertionError("nothing was chosen")
+
+
 def test_layers_whose_backwards_come_last_first_are_all_counted() -> None:
     ranks = Ranks()
     for _ in range(MOST_CALLS):
@@ -225,6 +237,29 @@ def test_a_rank_that_refuses_a_call_goes_on_searching_with_the_others() -> None:
     first, second = of_all(run_ranks(2, rank))
     assert first == second
     assert len(first) == 1
+
+
+def test_strategies_whose_copies_do_not_fit_are_left_out() -> None:
+    job = Job(tokens=(9, 4))
+
+    def rank(exchange: FlatExchange) -> tuple[int, tuple[PipelineChoice, ...]]:
+        parallel = ThreadParallel(exchange, pipeline=PipelineSearch(reuses=("keep", "S1", "S2"), host_bytes=1))
+        x, ids, gates, grad = (drawn[job.parts[exchange.rank]] for drawn in job.draw())
+        layer, failed = StoredExperts(job.namespace(), 0, parallel=parallel), 0
+        for _ in range(2 * MOST_CALLS):
+            try:
+                layer(x.clone().requires_grad_(), ids, gates).backward(grad)
+            except CapacityError:
+                failed += 1
+            if _searched(parallel):
+                break
+        return failed, _searched(parallel)
+
+    first, second = of_all(run_ranks(2, rank))
+    assert first == second
+    failed, (choice,) = first
+    assert failed == 2 * trial.FAILURES
+    assert choice.pipeline.reuse == "keep"
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["without reentry", "reentrant"])

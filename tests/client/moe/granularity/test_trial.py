@@ -9,7 +9,7 @@ import pytest
 
 from paramstore_client.moe.granularity.clock import Times
 from paramstore_client.moe.granularity.model import Curve, passed
-from paramstore_client.moe.granularity.trial import CALLS, GAIN, MOST_BEGUN, TURNS, PipelineChoice, Trial
+from paramstore_client.moe.granularity.trial import CALLS, FAILURES, GAIN, MOST_BEGUN, TURNS, PipelineChoice, Trial
 from paramstore_client.moe.pipeline_plan import Pipeline, PipelineSearch, pipelines_of
 
 BYTES = 1 << 22
@@ -167,3 +167,36 @@ def test_what_wins_in_most_turns_stays() -> None:
         times = layer.times(pipeline)
         trial.note_call(pipeline, replace(times, forward_s=times.forward_s + 10.0 * is_disturbed))
     assert trial.choice.pipeline.parts > 1
+
+
+def test_what_fails_twice_is_left_out() -> None:
+    layer, options = Layer(exchange_s=0.4, computing_s=0.3), PipelineSearch(reuses=("keep", "S1"))
+    trial = Trial(options, 1000, least=1, most=8, sent_bytes=BYTES, records=True)
+    failures = 0
+    while trial.choice is None:
+        if trial.awaits_curve:
+            trial.note_exchanges(layer.curve)
+            continue
+        pipeline = trial.next()
+        trial.begin(pipeline)
+        if pipeline.reuse == "S1":
+            failures += 1
+            trial.note_failure(pipeline)
+        else:
+            trial.note_call(pipeline, layer.times(pipeline))
+    assert failures == FAILURES
+    assert trial.choice.pipeline.parts > 1
+    assert {each.pipeline.reuse for each in trial.choice.estimates} == {"keep"}
+
+
+def test_where_all_but_one_part_fails_that_is_chosen() -> None:
+    trial, layer = _trial(), Layer(exchange_s=0.4, computing_s=0.3)
+    while trial.choice is None:
+        assert not trial.awaits_curve
+        pipeline = trial.next()
+        trial.begin(pipeline)
+        if pipeline.parts > 1:
+            trial.note_failure(pipeline)
+        else:
+            trial.note_call(pipeline, layer.times(pipeline))
+    assert trial.choice.pipeline == Pipeline()
