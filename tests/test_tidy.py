@@ -33,7 +33,6 @@ WIDE = {
     "paramstore.cli.trace.replay": 9,
     "paramstore.engine.transfers.arithmetic.update": 10,
     "paramstore.engine.planner.param_copies.start": 9,
-    "paramstore.optim.native_adamw.update_vectors": 9,
     "paramstore.optim.update.update": 11,
     "paramstore.testing.memory_namespace.of_swiglu": 9,
     "paramstore_client.client.create_namespace": 9,

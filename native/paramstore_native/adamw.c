@@ -1,4 +1,4 @@
-/* AdamW over the elements of one field: gradients in, fp32 states in place, parameters out, in one pass over memory.
+/* AdamW over elements of fields: gradients in, fp32 states in place, parameters out, in one pass over memory.
  *
  * The arithmetic is that of ATen's FusedAdamKernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) on fp32, as its AVX2 and
  * AVX-512 builds come out of the compiler: the lerp of exp_avg is one fused multiply-add, and so is the sum of exp_avg_sq. Which
@@ -31,6 +31,15 @@ typedef struct {
     float eps;
     float rate;             /* -lr / (1 - beta1 ** step) */
 } adamw_step;
+
+typedef struct {
+    float *master, *exp_avg, *exp_avg_sq;
+    const char *const *gradients; /* one for each rank */
+    size_t ranks;
+    char *param;                  /* may be NULL */
+    size_t count;                 /* elements, a multiple of 16 */
+    int gradient_dtype, param_dtype;
+} adamw_span;
 
 static inline float bfloat16_to_float(uint16_t bits)
 {
@@ -185,33 +194,39 @@ EXPORT int paramstore_adamw_serves(int dtype)
 #endif
 }
 
-/* Makes `steps` in order: the last one with the sum of `gradients` unless ranks is 0, all others with a gradient of zeros.
- * count: elements, a multiple of 16. param may be NULL. */
-EXPORT void paramstore_adamw(
-    float *master, float *exp_avg, float *exp_avg_sq, const char *const *gradients, size_t ranks, int gradient_dtype, float scale,
-    char *param, int param_dtype, const adamw_step *steps, size_t step_count, size_t count)
+static void update_span(const adamw_span *span, float scale, const adamw_step *steps, size_t step_count)
 {
     static const float zeros[BLOCK];
     float gradient[BLOCK] __attribute__((aligned(64)));
     uint16_t narrowed[BLOCK] __attribute__((aligned(64)));
-    size_t width = param_dtype == FLOAT32 ? 4 : 2;
-    for (size_t start = 0; start < count; start += BLOCK) {
-        size_t length = count - start < BLOCK ? count - start : BLOCK;
+    size_t width = span->param_dtype == FLOAT32 ? 4 : 2;
+    for (size_t start = 0; start < span->count; start += BLOCK) {
+        size_t length = span->count - start < BLOCK ? span->count - start : BLOCK;
+        float *master = span->master + start;
         for (size_t step = 0; step < step_count; step++) {
-            int is_missed = ranks == 0 || step + 1 < step_count;
+            int is_missed = span->ranks == 0 || step + 1 < step_count;
             if (!is_missed)
-                gather(gradient, gradients, ranks, gradient_dtype, start, length, scale);
-            update(master + start, exp_avg + start, exp_avg_sq + start, is_missed ? zeros : gradient, length, steps + step);
+                gather(gradient, span->gradients, span->ranks, span->gradient_dtype, start, length, scale);
+            update(master, span->exp_avg + start, span->exp_avg_sq + start, is_missed ? zeros : gradient, length, steps + step);
         }
-        if (param == NULL)
+        if (span->param == NULL)
             continue;
-        const char *made = (const char *)(master + start);
-        if (param_dtype != FLOAT32) {
-            narrow(narrowed, master + start, param_dtype, length);
+        const char *made = (const char *)master;
+        if (span->param_dtype != FLOAT32) {
+            narrow(narrowed, master, span->param_dtype, length);
             made = (const char *)narrowed;
         }
-        store(param + start * width, made, length * width);
+        store(span->param + start * width, made, length * width);
     }
+}
+
+/* Makes `steps` on each span, in order: the last one with the sum of its gradients unless it has none, all others with a gradient
+ * of zeros. */
+EXPORT void paramstore_adamw(
+    const adamw_span *spans, size_t span_count, float scale, const adamw_step *steps, size_t step_count)
+{
+    for (size_t place = 0; place < span_count; place++)
+        update_span(spans + place, scale, steps, step_count);
 #ifdef __AVX__
     _mm_sfence();
 #endif

@@ -75,7 +75,7 @@ def by_kernel(kernel: Kernel, trial: Trial, states: Tensors, gradients: Tensors)
         states=tuple(state.data_ptr() for state in made), gradients=tuple(gradient.data_ptr() for gradient in gradients),
         gradient_dtype=trial.dtype, param=param.data_ptr(), param_dtype=trial.dtype, elements=param.numel(),
     )  # fmt: skip
-    kernel(span, [trial] * trial.step_count, last_step=trial.last_step, grad_scale=trial.grad_scale)
+    kernel([span], [trial] * trial.step_count, last_step=trial.last_step, grad_scale=trial.grad_scale)
     return (*made, param)
 
 

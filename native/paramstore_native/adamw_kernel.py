@@ -1,4 +1,4 @@
-"""The C function of `adamw.c` as Python calls it: one stretch of one field, by addresses."""
+"""The C function of `adamw.c` as Python calls it: stretches of fields, by addresses."""
 
 from __future__ import annotations
 
@@ -15,15 +15,22 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Names of dtypes, in the order of the C enum."""
 
 _ffi = cffi.FFI()
-_ffi.cdef(
+_ffi.cdef(  # pointers as numbers: to cast each of them costs more than all else here
     """
     typedef struct {
         float decay, has_decay, weight, starts_at_moment, beta2, square_weight, correction, eps, rate;
     } adamw_step;
+    typedef struct {
+        uintptr_t master, exp_avg, exp_avg_sq;
+        uintptr_t *gradients;
+        size_t ranks;
+        uintptr_t param;
+        size_t count;
+        int gradient_dtype, param_dtype;
+    } adamw_span;
     int paramstore_adamw_serves(int dtype);
     void paramstore_adamw(
-        float *master, float *exp_avg, float *exp_avg_sq, const char *const *gradients, size_t ranks, int gradient_dtype,
-        float scale, char *param, int param_dtype, const adamw_step *steps, size_t step_count, size_t count);
+        const adamw_span *spans, size_t span_count, float scale, const adamw_step *steps, size_t step_count);
     """
 )
 
@@ -69,22 +76,28 @@ class Kernel:
         """Whether gradients and parameters of these dtypes are taken."""
         return self._served.issuperset(dtypes)
 
-    def __call__(self, span: Span, steps: Sequence[Options], *, last_step: int, grad_scale: float) -> None:
-        """Makes `steps` in order: the last with the gradient, if the span has one, the others with a gradient of zeros.
+    def __call__(self, spans: Sequence[Span], steps: Sequence[Options], *, last_step: int, grad_scale: float) -> None:
+        """Makes `steps` in order on each span: the last with its gradient, if it has one, the others with a gradient of zeros.
 
         last_step: torch's `step` after the last of them. grad_scale: multiplies the summed gradient in its dtype.
         """
-        assert span.elements % ALIGNMENT_ELEMENTS == 0
-        assert self.serves(span.gradient_dtype, span.param_dtype)
+        made, gradients = _ffi.new("adamw_span[]", len(spans)), [_ffi.new("uintptr_t[]", span.gradients) for span in spans]
+        for place, (span, pushed) in enumerate(zip(spans, gradients, strict=True)):
+            assert span.elements % ALIGNMENT_ELEMENTS == 0
+            assert self.serves(span.gradient_dtype, span.param_dtype)
+            made[place] = (
+                *span.states, pushed, len(span.gradients), span.param, span.elements,
+                DTYPES.index(span.gradient_dtype), DTYPES.index(span.param_dtype),
+            )  # fmt: skip
         packed = _ffi.new("adamw_step[]", len(steps))
         for place, (count, options) in enumerate(enumerate(steps, start=last_step - len(steps) + 1)):
             packed[place] = _scalars(options, count)
-        gradients = _ffi.new("char *[]", [_ffi.cast("char *", address) for address in span.gradients])
-        states = (_ffi.cast("float *", address) for address in span.states)
-        self._library.paramstore_adamw(
-            *states, gradients, len(span.gradients), DTYPES.index(span.gradient_dtype), grad_scale,
-            _ffi.cast("char *", span.param), DTYPES.index(span.param_dtype), packed, len(steps), span.elements,
-        )  # fmt: skip
+        self._library.paramstore_adamw(made, len(spans), grad_scale, packed, len(steps))
+
+
+def address_of(view: memoryview) -> int:
+    """Memory address of the first byte of `view`; whoever holds it keeps its memory in place."""
+    return int(_ffi.cast("uintptr_t", _ffi.from_buffer(view)))
 
 
 def _scalars(options: Options, step: int) -> dict[str, float]:

@@ -32,7 +32,10 @@ def chunk_sizes(start: int, end: int, chunk_elements: int) -> list[int]:
 
 def cut(image: memoryview, field: Field, start: int, sizes: list[int]) -> tuple[Tensor, ...]:
     """Cuts the field's elements in `image`, from element `start` on, into chunks of these sizes."""
-    return torch.split(field_tensor(image, field).narrow(0, start, sum(sizes)), sizes)
+    tensor = field_tensor(image, field)
+    if sizes == [field.elements]:
+        return (tensor,)  # small records, of which there are many
+    return torch.split(tensor.narrow(0, start, sum(sizes)), sizes)
 
 
 def cut_blocks(image: memoryview, field: Field, start: int, sizes: list[int]) -> tuple[Tensor, ...]:

@@ -6,6 +6,7 @@ record's new state is one that some gradient gives.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from paramstore.core.schema import MASTER_DTYPE, Schema
 from paramstore.optim import chunks
 from paramstore.optim.tensors import configure_threads, torch_dtype
+
+_thread = threading.local()
 
 
 class GradientBuffers:
@@ -24,6 +27,7 @@ class GradientBuffers:
         self._summed: dict[torch.dtype, Tensor] = {}
         self._cast = torch.empty(self._elements, dtype=torch_dtype(MASTER_DTYPE))
         self._zeros: Tensor | None = None
+        self._wide: Tensor | None = None
 
     def join(self, gradients: Sequence[Tensor]) -> Tensor:
         """Sums the ranks' gradients of one chunk, in this order and in their dtype."""
@@ -49,11 +53,26 @@ class GradientBuffers:
             self._zeros = torch.zeros(self._elements, dtype=torch_dtype(MASTER_DTYPE))
         return self._zeros[:elements]
 
+    def square_sum(self, gradients: Sequence[Tensor]) -> float:
+        """Returns the sum of squares of the sum, in float64."""
+        if self._wide is None:
+            self._wide = torch.empty(self._elements, dtype=torch.float64)
+        gradient = self.join(gradients)
+        return self._wide[: gradient.numel()].copy_(gradient).square_().sum().item()
+
     def _room(self, like: Tensor) -> Tensor:
         room = self._summed.get(like.dtype)
         if room is None:
             room = self._summed[like.dtype] = torch.empty(self._elements, dtype=like.dtype)
         return room[: like.numel()]
+
+
+def buffers_of_thread() -> GradientBuffers:
+    """The calling thread's own, which last as long as it: pages of new ones would cost as much as what is computed in them."""
+    buffers: GradientBuffers | None = getattr(_thread, "buffers", None)
+    if buffers is None:
+        buffers = _thread.buffers = GradientBuffers()
+    return buffers
 
 
 def square_sum(schema: Schema, gradients: Sequence[memoryview]) -> float:
@@ -63,11 +82,10 @@ def square_sum(schema: Schema, gradients: Sequence[memoryview]) -> float:
     in an update.
     """
     configure_threads()
-    buffers = GradientBuffers()
-    wide = torch.empty(chunks.CHUNK_ELEMENTS, dtype=torch.float64)
+    buffers = buffers_of_thread()
     total = 0.0
     for field in schema.gradient_fields():
         sizes = chunks.chunk_sizes(0, field.elements, chunks.CHUNK_ELEMENTS)
         for parts in zip(*(chunks.cut(gradient, field, 0, sizes) for gradient in gradients), strict=True):
-            total += wide[: parts[0].numel()].copy_(buffers.join(parts)).square_().sum().item()
+            total += buffers.square_sum(parts)
     return total

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -19,7 +20,7 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.core.schema import MASTER_DTYPE, Schema
 from paramstore.optim import adagrad, adamw, chunks, sgd
-from paramstore.optim.gradients import GradientBuffers
+from paramstore.optim.gradients import GradientBuffers, buffers_of_thread
 from paramstore.optim.native_adamw import update_vectors
 from paramstore.optim.rule import Rule, Step
 from paramstore.optim.states import StateBuffers, chunk_elements, open_states
@@ -33,8 +34,8 @@ Spans = Sequence[tuple[int, int, int]]
 class Scratch:
     """Buffers of one worker thread, so that an update allocates nothing."""
 
-    def __init__(self) -> None:
-        self.gradients = GradientBuffers()
+    def __init__(self, gradients: GradientBuffers | None = None) -> None:
+        self.gradients = gradients or GradientBuffers()
         self._states: StateBuffers | None = None
 
     def states(self) -> StateBuffers:
@@ -77,9 +78,11 @@ def update(
     scratch = _own_scratch() if scratch is None else scratch
     steps, rule = _steps(missed, options, optimizer_step), RULES[schema.kind]
     fields, params = schema.gradient_fields(), schema.part("param").fields
-    everything = [(number, 0, field.elements) for number, field in enumerate(fields)]
-    for number, start, end in everything if spans is None else spans:
-        start += update_vectors(schema, image, gradients, param, steps, number=number, start=start, end=end, grad_scale=grad_scale)
+    if spans is None:
+        spans = [(number, 0, field.elements) for number, field in enumerate(fields)]
+    by_kernel = update_vectors(schema, image, gradients, param, steps, spans, grad_scale=grad_scale)
+    for (number, start, end), made_count in zip(spans, by_kernel, strict=True):
+        start += made_count
         if start == end:
             continue
         sizes = chunks.chunk_sizes(start, end, chunk_elements(schema))
@@ -103,15 +106,20 @@ def _steps(missed: Sequence[Options], options: Options | None, optimizer_step: i
     """The steps to make on every element, in order."""
     made = list(missed) if options is None else [*missed, options]
     counts = range(optimizer_step - len(made) + 1, optimizer_step + 1)
-    tensors = torch.tensor(counts, dtype=torch_dtype(MASTER_DTYPE)).unbind()
     return [
-        Step(each, count, tensor, is_missed=options is None or count < optimizer_step)
-        for each, count, tensor in zip(made, counts, tensors, strict=True)
+        Step(each, count, _count_tensor(count), is_missed=options is None or count < optimizer_step)
+        for each, count in zip(made, counts, strict=True)
     ]
+
+
+@lru_cache(maxsize=1024)
+def _count_tensor(count: int) -> torch.Tensor:
+    """Made once for all records of an apply: nobody writes to it."""
+    return torch.tensor(count, dtype=torch_dtype(MASTER_DTYPE))
 
 
 def _own_scratch() -> Scratch:
     scratch: Scratch | None = getattr(_thread, "scratch", None)
     if scratch is None:
-        scratch = _thread.scratch = Scratch()
+        scratch = _thread.scratch = Scratch(buffers_of_thread())
     return scratch

@@ -58,7 +58,7 @@ def test_a_kernel_that_does_nothing_is_found_out() -> None:
         def serves(self, *_: str) -> bool:
             return True
 
-        def __call__(self, span: Span, steps: Sequence[Options], *, last_step: int, grad_scale: float) -> None:
+        def __call__(self, spans: Sequence[Span], steps: Sequence[Options], *, last_step: int, grad_scale: float) -> None:
             """Leaves everything as it is."""
 
     assert "master differ" in difference(Idle())  # type: ignore[arg-type]

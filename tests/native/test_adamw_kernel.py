@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -69,18 +70,33 @@ def test_nothing_outside_the_span_is_touched(native: Kernel, dtype: str) -> None
     elements, kind = 1040, getattr(torch, dtype)
     arrays = [torch.full((elements + 32,), 7.0) for _ in range(3)]
     gradient, param = torch.ones(elements + 32, dtype=kind), torch.full((elements + 32,), 3.0, dtype=kind)
-    native(
-        Span(
-            states=tuple(array[16:].data_ptr() for array in arrays), gradients=(gradient[16:].data_ptr(),), gradient_dtype=dtype,
-            param=param[16:].data_ptr(), param_dtype=dtype, elements=elements,
-        ),
-        [adamw_check.TRIALS[0]], last_step=1, grad_scale=1.0,
+    span = Span(
+        states=tuple(array[16:].data_ptr() for array in arrays), gradients=(gradient[16:].data_ptr(),), gradient_dtype=dtype,
+        param=param[16:].data_ptr(), param_dtype=dtype, elements=elements,
     )  # fmt: skip
+    native([span], [adamw_check.TRIALS[0]], last_step=1, grad_scale=1.0)
     for array, before in zip((*arrays, param), (7, 7, 7, 3), strict=True):
         assert (array[:16] == before).all()
         assert (array[-16:] == before).all()
         assert (array[16:-16] != before).all()
     assert (gradient == 1).all()
+
+
+def test_several_spans_in_one_call_come_out_as_in_one_each(native: Kernel) -> None:
+    drawn, made = torch.Generator().manual_seed(4), []
+    states, gradient = torch.rand(3, 96, generator=drawn), torch.rand(96, generator=drawn)
+    for borders in ((0, 96), (0, 16, 64, 96)):
+        found, param = states.clone(), torch.zeros(96)
+        spans = [
+            Span(
+                states=tuple(state[start:].data_ptr() for state in found), gradients=(gradient[start:].data_ptr(),),
+                gradient_dtype="float32", param=param[start:].data_ptr(), param_dtype="float32", elements=end - start,
+            ) for start, end in pairwise(borders)
+        ]  # fmt: skip
+        native(spans, [adamw_check.TRIALS[0]], last_step=1, grad_scale=1.0)
+        made.append(torch.cat([found.flatten(), param]))
+    assert torch.equal(*made)
+    assert not torch.equal(made[0][:96], states[0])
 
 
 def test_without_a_param_the_states_come_out_alike(native: Kernel) -> None:
@@ -91,7 +107,7 @@ def test_without_a_param_the_states_come_out_alike(native: Kernel) -> None:
         param_dtype="float32", elements=64,
     )  # fmt: skip
     trial = adamw_check.TRIALS[0]
-    native(span, [trial], last_step=1, grad_scale=1.0)
+    native([span], [trial], last_step=1, grad_scale=1.0)
     expected = [torch.full((64,), 0.5) for _ in range(3)]
     torch._fused_adamw_(
         [expected[0]], [gradient.float()], [expected[1]], [expected[2]], [], [torch.tensor(1.0)], lr=trial.lr, beta1=trial.betas[0],
@@ -103,7 +119,7 @@ def test_without_a_param_the_states_come_out_alike(native: Kernel) -> None:
 def test_a_rest_is_not_taken(native: Kernel) -> None:
     span = Span((0, 0, 0), (), "float32", 0, "float32", ALIGNMENT_ELEMENTS + 1)
     with pytest.raises(AssertionError):
-        native(span, [], last_step=1, grad_scale=1.0)
+        native([span], [], last_step=1, grad_scale=1.0)
 
 
 def test_other_dtypes_are_not_served(native: Kernel) -> None:

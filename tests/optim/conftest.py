@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paramstore.optim import chunks
+from paramstore.optim import chunks, gradients
 from paramstore.optim import update as update_module
 from paramstore_testkit.trial import one_thread
 
@@ -20,6 +20,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     core."""
     monkeypatch.setattr(chunks, "CHUNK_ELEMENTS", CHUNK)
     monkeypatch.setattr(chunks, "REDUCED_CHUNK_ELEMENTS", CHUNK)
-    monkeypatch.setattr(update_module, "_thread", threading.local())  # buffers of this size are nobody else's
+    for module in (update_module, gradients):
+        monkeypatch.setattr(module, "_thread", threading.local())  # buffers of this size are nobody else's
     with one_thread():
         yield

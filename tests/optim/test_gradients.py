@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from paramstore.core.schema import Schema
-from paramstore.optim.gradients import GradientBuffers, square_sum
+from paramstore.optim.gradients import GradientBuffers, buffers_of_thread, square_sum
 from paramstore.optim.tensors import torch_dtype
 from paramstore_testkit.oracles.optim_records import gradient_image
 
@@ -45,6 +47,13 @@ def test_the_square_sum_of_several_ranks_is_that_of_their_sum(gradient_dtype: st
     summed = {name: (ranks[0][name] + ranks[1][name]) + ranks[2][name] for name in SHAPES}
     found = square_sum(schema, [gradient_image(schema, rank) for rank in ranks])
     assert found == square_sum(schema, [gradient_image(schema, summed)])
+
+
+def test_each_thread_keeps_buffers_of_its_own() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        others = [pool.submit(buffers_of_thread).result() for _ in range(2)]
+    assert others[0] is others[1]
+    assert buffers_of_thread() is buffers_of_thread() is not others[0]
 
 
 def test_the_square_sum_does_not_overflow_in_half_precision() -> None:
