@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from paramstore.core.key import ExpertKey
@@ -185,31 +186,32 @@ class Transfers:
         assert subject.slot is not None
         return arena.view(subject.slot)
 
-    def _submit(self, move: Move, transfer: Transfer, *, also: Iterable[ParamCopy | WorkingCopy] = ()) -> None:
-        for copy in (move.subject, *also):
-            self._under_way[copy] = move, transfer
+    def _submit(self, move: Move, transfer: Transfer) -> None:
+        self._under_way[move.subject] = move, transfer
         self.log.watch(move, transfer, bytes_moved=bytes_of(move))
         self.runner.submit(transfer)
 
     def start_update(
-        self, namespace: NamespaceState, copies: Sequence[WorkingCopy | ParamCopy], jobs: Sequence[Callable[[], object]], *,
-        urgency: Urgency, settle: Callable[[ParamStoreError | None], None],
+        self, namespace: NamespaceState, records: Sequence[Sequence[WorkingCopy | ParamCopy]],
+        jobs: Sequence[Callable[[], object]], *, urgency: Urgency, settle: Callable[[ParamStoreError | None], None],
     ) -> Coroutine[Any, Any, None]:  # fmt: skip
-        """Starts `jobs`, which together make new bytes in the slots of `copies`, the working copy first. settle: called with the
-        error, if any, when they are done. The coroutine waits until that has happened and raises the error; cancelling it does not
-        stop the jobs."""
-        working = copies[0]
-        move = Move(MoveKind.UPDATE, namespace, working, urgency)
+        """Starts `jobs`, which together make new bytes in the slots of `records`: the copies of each, the working copy first.
+        settle: called with the error, if any, when they are done. The coroutine waits until that has happened and raises the error;
+        cancelling it does not stop the jobs."""
+        moves = [Move(MoveKind.UPDATE, namespace, copies[0], urgency) for copies in records]
         future = asyncio.get_running_loop().create_future()
 
         def settle_and_wake(transfer: Transfer) -> None:
-            for copy in copies:
+            for copy in chain.from_iterable(records):
                 del self._under_way[copy]
             settle(transfer.error)
             wake(future)
 
-        transfer = _compute(move, jobs, settle_and_wake)
-        self._submit(move, transfer, also=copies[1:])
+        transfer = _compute(moves[0], jobs, settle_and_wake)
+        for move, copies in zip(moves, records, strict=True):
+            self._under_way.update(dict.fromkeys(copies, (move, transfer)))
+            self.log.watch(move, transfer, bytes_moved=bytes_of(move))
+        self.runner.submit(transfer)
 
         async def wait() -> None:
             await asyncio.shield(future)
