@@ -96,22 +96,3 @@ class CutPlanner:
         assert cut is not None
         self.wake_waiting(namespace)
         self._leases.pump(namespace)
-
-
-def has_share(namespace: NamespaceState, working: WorkingCopy) -> bool:
-    """Whether the record's next version has its extent's worth of the volumes already. See `Planner.reserve_extents`."""
-    if working.reserved is not None:
-        return True
-    cut = namespace.steps.cut
-    if cut is not None and cut.awaits(working):
-        return False  # what it has goes to the cut
-    if working.uncommitted is not None:
-        return working.cut_record != working.uncommitted
-    return working.state is Working.WRITING
-
-
-def is_updatable(namespace: NamespaceState, working: WorkingCopy) -> bool:
-    """Whether the record's update may begin now: it is in its slot, nobody holds it, no write that a cut waits for is due, and it
-    has its share of the volumes."""
-    is_idle = working.state in (Working.CLEAN, Working.DIRTY) and not working.holders
-    return is_idle and not namespace.steps.is_cut(working) and has_share(namespace, working)

@@ -21,7 +21,7 @@ from paramstore.core.residency import Copy, Working
 from paramstore.core.schema import Schema
 from paramstore.engine.planner.apply_order import missed_steps
 from paramstore.engine.planner.claims import ClaimPlanner
-from paramstore.engine.planner.cuts import CutPlanner, has_share
+from paramstore.engine.planner.cuts import CutPlanner
 from paramstore.engine.planner.leases import LeasePlanner
 from paramstore.engine.planner.loans import LoanPlanner
 from paramstore.engine.planner.param_copies import CopyPlanner
@@ -99,7 +99,7 @@ class Planner:
         A key whose newest record is uncommitted already has its share of the volume: its next write takes a pipeline
         extent and gives the older one back. While a cut has such writes to make, one extent is left for them.
         """
-        lacking = [working for key in keys if not has_share(namespace, working := namespace.residency.working[key])]
+        lacking = [working for key in keys if not _has_share(namespace, working := namespace.residency.working[key])]
         if not lacking:
             return
         record_bytes, name = namespace.schema.record_bytes, namespace.name
@@ -370,3 +370,15 @@ def _needs_pipeline(namespace: NamespaceState) -> bool:
     if cut is None:
         return False
     return any(working.reserved is None for working in cut.awaited())
+
+
+def _has_share(namespace: NamespaceState, working: WorkingCopy) -> bool:
+    """Whether the record's next version has its extent's worth of the volumes already. See `reserve_extents`."""
+    if working.reserved is not None:
+        return True
+    cut = namespace.steps.cut
+    if cut is not None and cut.awaits(working):
+        return False  # what it has goes to the cut
+    if working.uncommitted is not None:
+        return working.cut_record != working.uncommitted
+    return working.state is Working.WRITING

@@ -57,8 +57,11 @@ class WorkingPlanner:
     def _try_slot(self, request: SlotRequest) -> bool:
         namespace = request.namespace
         working = namespace.residency.working[request.key]
+        arena = namespace.memory.working
         if working.state in MAY_MATERIALISE:
-            hold(namespace, working)
+            working.holders += 1
+            arena.policy.record(request.key)
+            namespace.stats.optim.hits += 1
             self.requests.finish(request)
             return True
         if working.state in (Working.LOADING, Working.UPDATING):
@@ -363,13 +366,6 @@ def _change(namespace: NamespaceState, working: WorkingCopy, event: WorkingEvent
         namespace.residency.in_state[before].let_out(working)
     if working.state is not Working.ABSENT:
         namespace.residency.in_state[working.state].take_in(working)
-
-
-def hold(namespace: NamespaceState, working: WorkingCopy) -> None:
-    """Holds a copy that is in its slot, and counts that as a use."""
-    working.holders += 1
-    namespace.memory.working.policy.record(working.key)
-    namespace.stats.optim.hits += 1
 
 
 def may_update(namespace: NamespaceState, working: WorkingCopy) -> bool:

@@ -17,10 +17,9 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.optimizers import Options
 from paramstore.core.schema import Schema
 from paramstore.engine.planner.apply_order import absent_ahead
-from paramstore.engine.planner.cuts import is_updatable
 from paramstore.engine.planner.planner import Update
 from paramstore.engine.planner.waiting import await_change
-from paramstore.engine.planner.working_copies import hold, may_update
+from paramstore.engine.planner.working_copies import may_update
 from paramstore.engine.records.access import Access
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.tables.apply import Claimed, Claims, GradientRange
@@ -34,10 +33,8 @@ from paramstore.errors import CapacityError, ParamStoreError, StepFailed
 
 Pending = Mapping[ExpertKey, tuple[GradientRange, ...]]
 """For each key the gradients of the ranks that pushed one, in rank order."""
-LIGHT_UPDATE_ELEMENTS = 1 << 19
-"""Elements that a worker updates in one go, at most, of several records: half a millisecond to one of a core."""
 NORM_PIECE_BYTES = 2 << 20
-"""Bytes of gradients from which on a worker gets no more of them at once for their norm: a quarter of a millisecond."""
+"""Bytes of gradients from which on a worker gets no more at once for their norm: handing it over costs as much as a small one."""
 LOOKAHEAD_RECORDS = 4
 """Records loading or waiting beside those being updated: enough to hide a read behind an update."""
 
@@ -172,7 +169,7 @@ class Updater:
             working = await self._access.hold(namespace, key, urgency=urgency, spared=claims.awaited)
             await self._until_mine(namespace, working, epoch)
             is_shared = len(claims.queue) < self._update_workers
-            await self._update([working, *self._hold_more(namespace, claims)], namespace, claims, is_shared=is_shared)
+            await self._update_one(namespace, working, claims, is_shared=is_shared)
             absent = absent_ahead(claims.queue, namespace.residency.resident, depth=self._depth)
             self._cleaner.clean_ahead(namespace, absent, spared=claims.awaited)
 
@@ -222,31 +219,15 @@ class Updater:
             return False
         return True
 
-    def _hold_more(self, namespace: NamespaceState, claims: Claims) -> list[WorkingCopy]:
-        """Takes the records next in the queue whose update may begin at once, and holds them: as many small ones as a worker
-        updates in one go. Each alone would cost the loop, and the hand-over, as much as the update."""
-        count = min(LIGHT_UPDATE_ELEMENTS // namespace.schema.parameter_elements - 1, len(claims.queue) // self._depth)
-        if count <= 0:
-            return []  # the usual case of large records
-        held = list[WorkingCopy]()
-        with self._transfers.deciding() as planner:
-            while len(held) < count and is_updatable(namespace, working := namespace.residency.working[claims.queue[0]]):
-                planner.claims.next_key(claims)
-                hold(namespace, working)
-                held.append(working)
-        return held
-
-    async def _update(
-        self, records: Sequence[WorkingCopy], namespace: NamespaceState, claims: Claims, *, is_shared: bool
+    async def _update_one(
+        self, namespace: NamespaceState, working: WorkingCopy, claims: Claims, *, is_shared: bool
     ) -> None:
-        """Updates records, one or several small ones. is_shared: too few are left for one per worker, so several workers share this
-        one."""
+        """Updates one record. is_shared: too few records are left for one per worker, so several workers share this one."""
         urgency = Urgency.PREFETCH if claims.is_open else Urgency.DEMAND
         with self._transfers.deciding() as planner:
-            planned = [planner.plan_update(namespace, working, claims) for working in records]
-            jobs = [self._jobs(namespace, each, is_shared=is_shared) for each in planned]
+            planned = planner.plan_update(namespace, working, claims)
             updated = self._transfers.start_update(
-                namespace, [each.copies for each in planned], jobs[0] if len(jobs) == 1 else [partial(_run, jobs)], urgency=urgency,
+                namespace, planned.copies, self._jobs(namespace, planned, is_shared=is_shared), urgency=urgency,
                 settle=partial(self._settle, namespace, planned),
             )  # fmt: skip
         await updated
@@ -263,10 +244,9 @@ class Updater:
         )  # fmt: skip
         return [partial(job, spans=spans) for spans in cut_update(namespace.schema)] if is_shared else [job]
 
-    def _settle(self, namespace: NamespaceState, planned: Sequence[Update], error: ParamStoreError | None) -> None:
+    def _settle(self, namespace: NamespaceState, planned: Update, error: ParamStoreError | None) -> None:
         with self._transfers.deciding() as planner:
-            for each in planned:
-                planner.settle_update(namespace, each, error)
+            planner.settle_update(namespace, planned, error)
 
     @staticmethod
     def _image(namespace: NamespaceState, working: WorkingCopy) -> memoryview:
@@ -294,7 +274,7 @@ class Updater:
             with self._transfers.deciding() as planner:
                 planner.settle_fill(namespace, working, error)
 
-        await self._transfers.start_update(namespace, [[working]], [job], urgency=Urgency.DEMAND, settle=settle)
+        await self._transfers.start_update(namespace, [working], [job], urgency=Urgency.DEMAND, settle=settle)
 
     @staticmethod
     def _check_empty(namespace: NamespaceState, key: ExpertKey) -> None:
@@ -319,12 +299,6 @@ def _norm_pieces(pending: Pending) -> Iterator[list[list[memoryview]]]:
 def _square_sums(schema: Schema, piece: Sequence[Sequence[memoryview]]) -> list[float]:
     """The sum of squares of each key's gradient. Runs in a worker."""
     return [square_sum(schema, gradients) for gradients in piece]
-
-
-def _run(jobs: Sequence[Sequence[Callable[[], object]]]) -> None:
-    """Runs the jobs of several updates. Runs in a worker."""
-    for job in chain.from_iterable(jobs):
-        job()
 
 
 async def _changed(claims: Claims) -> None:

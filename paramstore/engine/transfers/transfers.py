@@ -11,7 +11,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from paramstore.core.key import ExpertKey
@@ -186,32 +185,31 @@ class Transfers:
         assert subject.slot is not None
         return arena.view(subject.slot)
 
-    def _submit(self, move: Move, transfer: Transfer) -> None:
-        self._under_way[move.subject] = move, transfer
+    def _submit(self, move: Move, transfer: Transfer, *, also: Iterable[ParamCopy | WorkingCopy] = ()) -> None:
+        for copy in (move.subject, *also):
+            self._under_way[copy] = move, transfer
         self.log.watch(move, transfer, bytes_moved=bytes_of(move))
         self.runner.submit(transfer)
 
     def start_update(
-        self, namespace: NamespaceState, records: Sequence[Sequence[WorkingCopy | ParamCopy]],
-        jobs: Sequence[Callable[[], object]], *, urgency: Urgency, settle: Callable[[ParamStoreError | None], None],
+        self, namespace: NamespaceState, copies: Sequence[WorkingCopy | ParamCopy], jobs: Sequence[Callable[[], object]], *,
+        urgency: Urgency, settle: Callable[[ParamStoreError | None], None],
     ) -> Coroutine[Any, Any, None]:  # fmt: skip
-        """Starts `jobs`, which together make new bytes in the slots of `records`: the copies of each, the working copy first.
-        settle: called with the error, if any, when they are done. The coroutine waits until that has happened and raises the error;
-        cancelling it does not stop the jobs."""
-        moves = [Move(MoveKind.UPDATE, namespace, copies[0], urgency) for copies in records]
+        """Starts `jobs`, which together make new bytes in the slots of `copies`, the working copy first. settle: called with the
+        error, if any, when they are done. The coroutine waits until that has happened and raises the error; cancelling it does not
+        stop the jobs."""
+        working = copies[0]
+        move = Move(MoveKind.UPDATE, namespace, working, urgency)
         future = asyncio.get_running_loop().create_future()
 
         def settle_and_wake(transfer: Transfer) -> None:
-            for copy in chain.from_iterable(records):
+            for copy in copies:
                 del self._under_way[copy]
             settle(transfer.error)
             wake(future)
 
-        transfer = _compute(moves[0], jobs, settle_and_wake)
-        for move, copies in zip(moves, records, strict=True):
-            self._under_way.update(dict.fromkeys(copies, (move, transfer)))
-            self.log.watch(move, transfer, bytes_moved=bytes_of(move))
-        self.runner.submit(transfer)
+        transfer = _compute(move, jobs, settle_and_wake)
+        self._submit(move, transfer, also=copies[1:])
 
         async def wait() -> None:
             await asyncio.shield(future)
@@ -319,15 +317,16 @@ class Transfers:
     # --- cancelling
 
     def cancel_prefetch(self, request: PrefetchRequest) -> None:
-        """Gives up the loads of `request` that have not started and that nobody else waits for; the others land all the same."""
+        """Gives up the loads of `request` that have not started and that nobody else waits for. The others land all the same, and
+        an update that makes what it waits for goes on."""
         error = TicketCancelled("the prefetch was cancelled")
         for subject in list(request.pending):
             others = subject.waiters if isinstance(subject, ParamCopy) else [*subject.prefetches, *subject.requests]
             if list(others) != [request]:
                 continue
             if subject in self._under_way:
-                _, transfer = self._under_way[subject]
-                if transfer.urgency is not Urgency.DEMAND:
+                move, transfer = self._under_way[subject]
+                if move.kind is not MoveKind.UPDATE and transfer.urgency is not Urgency.DEMAND:
                     self.runner.cancel(transfer, error)
             elif isinstance(subject, ParamCopy):
                 self.advancer.cancel(subject, error)

@@ -72,38 +72,6 @@ def test_the_volumes_are_busy_before_the_last_resident_record_is_updated() -> No
     on_site(scenario)
 
 
-def test_small_records_in_memory_are_updated_several_in_one_go() -> None:
-    async def scenario(site: Site) -> None:
-        keys = keys_of(site.view)
-        await site.access.wait_prefetch(site.access.prefetch(site.view, keys, "optim", None))
-        site.pause()
-        training = asyncio.ensure_future(train(site.store, site.view))
-        await turns()
-        assert len(site.store.transfers.runner.under_way) == UPDATE_WORKERS + LOOKAHEAD_RECORDS < len(site.updated)
-        site.resume()
-        await training
-        assert site.updated == keys[::-1]
-        assert await versions(site.store, site.view) == [1] * len(keys)
-
-    on_site(scenario)
-
-
-def test_what_somebody_holds_is_not_taken_along() -> None:
-    async def scenario(site: Site) -> None:
-        *_, held, last = keys = keys_of(site.view)
-        await site.access.wait_prefetch(site.access.prefetch(site.view, keys, "optim", None))
-        await site.access.hold(site.namespace, held)
-        training = asyncio.ensure_future(train(site.store, site.view))
-        await turns()
-        assert last in site.updated
-        assert held not in site.updated
-        site.unhold(held)
-        await training
-        assert await versions(site.store, site.view) == [1] * len(keys)
-
-    on_site(scenario)
-
-
 def test_an_open_apply_leaves_itself_slots_when_it_is_closed() -> None:
     async def scenario(site: Site) -> None:
         site.leave_slots(9)
@@ -253,18 +221,6 @@ def test_the_gradient_norm_is_that_of_everything_pending_and_takes_nothing() -> 
         elements = SCHEMA.parameter_elements
         assert await site.store.applies.norm(site.view) == pytest.approx(sqrt(3 * elements))
         assert site.store.applies.abort(site.view) == 3
-
-    on_site(scenario)
-
-
-def test_the_gradient_norm_is_the_same_bits_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(site: Site) -> None:
-        push(site.store, site.view, keys_of(site.view))
-        found = []
-        for piece_bytes in (1, 3 * SCHEMA.gradient_bytes, 1 << 30):
-            monkeypatch.setattr("paramstore.engine.records.update.NORM_PIECE_BYTES", piece_bytes)
-            found.append(await site.store.applies.norm(site.view))
-        assert found[0] == found[1] == found[2] > 0
 
     on_site(scenario)
 
