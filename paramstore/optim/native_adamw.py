@@ -26,8 +26,9 @@ def update_vectors(
     if native is None or not native.serves(pushed[0].dtype, params[0].dtype):  # all fields are of one dtype
         return [0] * len(spans)
     stored, states = schema.stored.fields, schema.state_fields()
-    at_image, at_gradients = address_of(image), [address_of(gradient) for gradient in gradients]
-    at_param = 0 if param is None else address_of(param)
+    at_image = address_of(image, used_bytes=_end((*stored, *(state.values for each in states for state in each))), is_written=True)
+    at_gradients = [address_of(gradient, used_bytes=_end(pushed)) for gradient in gradients]
+    at_param = 0 if param is None else address_of(param, used_bytes=_end(params), is_written=True)
     taken = []
     for number, start, end in spans:
         fields = (stored[number], *(state.values for state in states[number]))
@@ -41,6 +42,11 @@ def update_vectors(
         )  # fmt: skip
     native(taken, [_adamw(step) for step in steps], last_step=steps[-1].count if steps else 0, grad_scale=grad_scale)
     return [span.elements for span in taken]
+
+
+def _end(fields: Sequence[Field]) -> int:
+    """Where the last of fields ends in a view of them."""
+    return max(_offset(field, field.elements) for field in fields)
 
 
 def _offset(field: Field, element: int) -> int:

@@ -53,6 +53,20 @@ def test_without_a_kernel_everything_is_left(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_kernel
+@pytest.mark.parametrize(("short", "error"), [("image", ValueError), ("gradient", ValueError), ("read-only", BufferError)])
+def test_memory_that_is_too_short_or_not_to_be_written_is_not_touched(short: str, error: type[Exception]) -> None:
+    schema, values = Schema.adamw(SHAPES), {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    image, gradient = filled_record(schema, values), gradient_image(schema, values)
+    before = bytes(image)
+    given = {
+        "image": (image[:-4096], gradient), "gradient": (image, gradient[:4096]), "read-only": (image.toreadonly(), gradient)
+    }[short]  # fmt: skip
+    with pytest.raises(error):
+        update_vectors(schema, given[0], [given[1]], None, steps(AdamW()), [(1, 0, 4096)], grad_scale=1.0)
+    assert bytes(image) == before
+
+
+@needs_kernel
 @pytest.mark.parametrize("missed", [0, 3])
 @pytest.mark.parametrize("ranks", [0, 1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

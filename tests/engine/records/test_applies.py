@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paramstore.core.key import ExpertKey
+from paramstore.core.residency import Working
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.engine.transfers import arithmetic
@@ -131,6 +132,24 @@ def test_reads_for_early_updates_are_less_urgent_than_what_a_backward_loads_unti
         assert {transfer.urgency.name for transfer in submitted} == {"DEMAND"}  # type: ignore[attr-defined]
         site.resume()
         await asyncio.gather(ended, begun)
+
+    on_site(scenario)
+
+
+def test_a_prefetch_that_is_given_up_takes_no_update_along() -> None:
+    async def scenario(site: Site) -> None:
+        keys = keys_of(site.view)
+        await train(site.store, site.view)
+        begun = begin(site)
+        site.pause()
+        push_last(site, keys)
+        await turns()
+        prefetch = site.store.access.prefetch(site.view, keys, "optim", None)
+        assert Working.UPDATING in {subject.state for subject in prefetch.pending}
+        site.store.transfers.cancel_prefetch(prefetch)
+        site.resume()
+        assert (await site.store.applies.end(site.view))["records"] == len(keys)
+        await begun
 
     on_site(scenario)
 
