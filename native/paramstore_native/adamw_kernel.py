@@ -97,10 +97,12 @@ class Kernel:
 
 def address_of(view: memoryview, *, used_bytes: int, is_written: bool = False) -> int:
     """Memory address of the first byte of `view`; whoever holds it keeps its memory in place. Raises ValueError where it has less
-    than `used_bytes`, BufferError where it is written and may not be."""
+    than `used_bytes`, or is written and may not be."""
     if view.nbytes < used_bytes:
         raise ValueError(f"a view of {view.nbytes} bytes, of which {used_bytes} would be used")
-    return int(_ffi.cast("uintptr_t", _ffi.from_buffer(view, require_writable=is_written)))
+    if is_written and view.readonly:
+        raise ValueError("a view that is written, and may not be")
+    return int(_ffi.cast("uintptr_t", _ffi.from_buffer(view)))
 
 
 def _scalars(options: Options, step: int) -> dict[str, float]:

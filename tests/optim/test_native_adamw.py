@@ -53,15 +53,15 @@ def test_without_a_kernel_everything_is_left(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_kernel
-@pytest.mark.parametrize(("short", "error"), [("image", ValueError), ("gradient", ValueError), ("read-only", BufferError)])
-def test_memory_that_is_too_short_or_not_to_be_written_is_not_touched(short: str, error: type[Exception]) -> None:
+@pytest.mark.parametrize("short", ["image", "gradient", "read-only"])
+def test_memory_that_is_too_short_or_not_to_be_written_is_not_touched(short: str) -> None:
     schema, values = Schema.adamw(SHAPES), {name: torch.ones(shape) for name, shape in SHAPES.items()}
     image, gradient = filled_record(schema, values), gradient_image(schema, values)
     before = bytes(image)
     given = {
         "image": (image[:-4096], gradient), "gradient": (image, gradient[:4096]), "read-only": (image.toreadonly(), gradient)
     }[short]  # fmt: skip
-    with pytest.raises(error):
+    with pytest.raises(ValueError, match="a view"):
         update_vectors(schema, given[0], [given[1]], None, steps(AdamW()), [(1, 0, 4096)], grad_scale=1.0)
     assert bytes(image) == before
 

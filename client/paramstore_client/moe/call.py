@@ -116,8 +116,7 @@ class Call:
     def done(self) -> None:
         """Notes that its last exchange is over: of backward, where there is one."""
         self.is_done = True
-        clock, self._clock = self._clock, None
-        if clock is not None:
+        if clock := self._take_clock():
             clock.end()
 
     def there(self, rows_ND: Tensor) -> Tensor:
@@ -157,8 +156,7 @@ class Call:
             try:
                 yield
             except BaseException:
-                clock, self._clock = self._clock, None
-                if clock is not None:
+                if clock := self._take_clock():
                     clock.fail()
                 raise
 
@@ -171,6 +169,10 @@ class Call:
             with suppress(ParamStoreError):  # the exchange's own, which they learn from that; or `error`
                 self.settle(phase, [self.start_back(0, None)], error)
             raise
+
+    def _take_clock(self) -> Clock | None:
+        clock, self._clock = self._clock, None
+        return clock
 
     def _lap(self, *, is_computing: bool = False) -> None:
         if self._clock is not None:

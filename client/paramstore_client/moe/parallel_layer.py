@@ -170,8 +170,7 @@ class ParallelLayer(ParallelRows):
     def _plan(self, x_TD: Tensor, *, top_k: int, records: bool, is_fixed: bool) -> CallPlan:
         if not isinstance(self._pipeline, Search):
             return FixedPlan(self._pipeline)
-        experts, width = self._placement.experts, x_TD.shape[1]
-        kind = Kind(records, experts, -(-experts // self._exchange.world_size), top_k, width * x_TD.element_size())
+        kind = Kind(records, self._placement.experts, top_k, x_TD.shape[1] * x_TD.element_size())
         return SearchedPlan(self._pipeline, kind, x_TD.device, is_fixed=is_fixed)
 
     def _grouped(self, slots: int, parts: int) -> Groups:

@@ -70,7 +70,7 @@ class Clock:
         self.ended(None)
 
     def times(self) -> Times:
-        """Of the laps until now; waits for the device."""
+        """What the laps until now took; waits for the device."""
         sums = [0.0] * 4
         for begun, ended, is_backward, is_computing in self._laps:
             lap_s = self._between_s(begun, ended)

@@ -9,11 +9,12 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paramstore_client.moe.granularity.cache import GranularityCache, rows_class
 from paramstore_client.moe.granularity.clock import Clock, Times
 from paramstore_client.moe.granularity.model import Curve
-from paramstore_client.moe.granularity.trial import PipelineChoice, Plan, Trial
+from paramstore_client.moe.granularity.trial import PipelineChoice, Trial
 from paramstore_client.moe.pipeline_plan import Pipeline, PipelineSearch, pipelines_of
 
 _log = logging.getLogger(__name__)
@@ -27,13 +28,21 @@ TOLD = 6
 0 where it has failed."""
 
 
+class Plan(NamedTuple):
+    """What a call does. rows: for how many it is tried; 0: it is no trial. sizes_bytes: those of which exchanges are measured
+    first."""
+
+    pipeline: Pipeline
+    rows: int = 0
+    sizes_bytes: tuple[int, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Calls that take alike long for as many rows. rank_experts: of each rank, if they are spread evenly. row_bytes: of a row."""
+    """Calls that take alike long for as many rows. row_bytes: of a row."""
 
     records: bool
     experts: int
-    rank_experts: int
     top_k: int
     row_bytes: int
 
@@ -84,9 +93,10 @@ class Search:
     def hear(self, kind: Kind, call: int, plan: Plan, told: Sequence[Sequence[int]]) -> bool:
         """Notes what ranks tell with the headers of `call`, which all of them have planned so. Whether it is to be timed."""
         rows = rows_class(sum(numbers[0] for numbers in told))
+        most = [max(each) for each in zip(*told, strict=True)]
         if rows:
             self._heard[kind] = rows
-        self._note_ended({numbers[1] for numbers in told}, [max(each) for each in zip(*told, strict=True)])
+        self._note_ended({numbers[1] for numbers in told}, most)
         tried = self._trials.get((kind, plan.rows))
         if tried is not None:
             tried.begin(plan.pipeline)
@@ -96,7 +106,7 @@ class Search:
         if is_timed:
             self._under_way[call] = (kind, rows), plan.pipeline
         if rows:
-            self._open(kind, rows, most_rows=max(numbers[0] for numbers in told))
+            self._open(kind, rows, sent_bytes=most[0] * kind.row_bytes, ranks=len(told))
         return is_timed
 
     def note_exchanges(self, kind: Kind, plan: Plan, curve: Curve) -> None:
@@ -139,18 +149,16 @@ class Search:
                 trial.note_exchanges(self._curve)
             self._learn(where)
 
-    def _open(self, kind: Kind, rows: int, *, most_rows: int) -> None:
+    def _open(self, kind: Kind, rows: int, *, sent_bytes: int, ranks: int) -> None:
         """Begins a trial for a number of rows that is not known yet."""
         known = self._known.setdefault(kind, GranularityCache())
         if (kind, rows) in self._trials or known.known(rows) is not None:
             return
         most = self._options.most_parts
         if "tokens" not in self._options.splits:
-            most = min(most, kind.rank_experts)
+            most = min(most, -(-kind.experts // ranks))
         least, most = known.bounds(rows, most=most)
-        self._trials[kind, rows] = Trial(
-            self._options, rows, least=least, most=most, sent_bytes=most_rows * kind.row_bytes, records=kind.records
-        )
+        self._trials[kind, rows] = Trial(self._options, rows, least=least, most=most, sent_bytes=sent_bytes, records=kind.records)
 
     def _learn(self, where: tuple[Kind, int]) -> None:
         """Learns what a trial has chosen, if it has."""

@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from statistics import median
-from typing import NamedTuple
 
 from paramstore_client.moe.granularity.clock import Times
 from paramstore_client.moe.granularity.model import Curve, Estimate, passed
@@ -28,15 +27,6 @@ FAILURES = 2
 """How often a pipeline's calls fail before it is left out."""
 MOST_BEGUN = 256
 """Calls that begin and none of which ends, after which nothing is tried until one does."""
-
-
-class Plan(NamedTuple):
-    """What a call does. rows: for how many it is tried; 0: it is no trial. sizes_bytes: those of which exchanges are measured
-    first."""
-
-    pipeline: Pipeline
-    rows: int = 0
-    sizes_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

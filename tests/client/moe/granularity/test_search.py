@@ -30,7 +30,7 @@ from paramstore_client.source import ExpertSource
 from paramstore_testkit.training.parallel_job import Computed, Job
 from paramstore_testkit.training.thread_ranks import ThreadParallel, of_all, run_ranks
 
-KIND = Kind(records=True, experts=32, rank_experts=8, top_k=2, row_bytes=1024)
+KIND = Kind(records=True, experts=32, top_k=2, row_bytes=1024)
 CURVE = Curve(((1, 0.001), (1 << 20, 0.4)))
 MOST_CALLS = 60
 
