@@ -59,13 +59,12 @@ def passed(parts: int, *, there_s: float, computing_s: float, back_s: float) -> 
         wire = max(wire, now) + seconds
         return wire
 
-    following, back = sent(there_s), 0.0
+    following = sent(there_s)
     for part in range(parts):
         arrived, following = following, sent(there_s) if part + 1 < parts else 0.0
         now = max(now, arrived) + computing_s
-        before, back = back, sent(back_s)
-        now = max(now, before)
-    return Timeline(max(now, back), parts * (there_s + back_s), parts * computing_s)
+        sent(back_s)
+    return Timeline(wire, parts * (there_s + back_s), parts * computing_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,8 +135,8 @@ class Search:
             self._ended.clear()
             self._under_way.clear()
             return
-        if self._ended and self._ended[0][0] + 1 in told:
-            self._ended.popleft()
+        if self._ended:
+            self._ended.popleft()  # it was told
         timed = self._under_way.pop(told.pop() - 1, None)
         if timed is not None:
             where, pipeline = timed
