@@ -102,7 +102,7 @@ class Job:
             if clip is not None:
                 norm = clip_grad_norm_(self.model.parameters(), MAX_NORM, **clip)
                 wanted = clip_grad_norm_(self.resident.parameters(), MAX_NORM)
-                torch.testing.assert_close(_whole(norm), wanted, rtol=1e-5, atol=0.0)
+                torch.testing.assert_close(_whole(norm), wanted, rtol=1e-6, atol=0.0)
             self.optimizer.step()
             self.expected.step()
             self.next_step += 1
