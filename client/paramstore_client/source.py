@@ -170,6 +170,10 @@ class HostTicket(AheadTicket, Protocol):
         """{loaded, resident, skipped, bytes}: how many keys are there now, and how many there was no room for."""
         ...
 
+    def cancel(self) -> bool:
+        """Gives up what can be given up; whether something was."""
+        ...
+
 
 class TicketFor(Protocol[T_co]):
     """A request under way, for a lease or a loan."""

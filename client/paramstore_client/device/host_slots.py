@@ -27,7 +27,7 @@ from paramstore.policy.make import make_slot_policy
 from paramstore.policy.slot_plan import SlotPlan, most_for_one
 from paramstore.policy.slot_visit import Held, SlotCounts, SlotVisit
 from paramstore_client import this_process
-from paramstore_client.device.loads_ahead import LoadsAhead, NothingAhead
+from paramstore_client.device.loads_ahead import LoadsAhead
 from paramstore_client.device.loans import Loans, slots_within
 from paramstore_client.device.standing_lease import LeaseEnd, StandingLease
 from paramstore_client.handle.base import plain_keys
@@ -235,7 +235,7 @@ class HostSlots:
                 self._is_deciding = False
                 raise
             self._is_deciding = False
-        return NothingAhead() if ticket is None else ticket
+        return ticket
 
     def lacking(self, keys: Sequence[ExpertKey]) -> list[ExpertKey]:
         """Those of `keys` that neither stand nor are on their way."""
@@ -351,7 +351,7 @@ class HostSlots:
         if held not in self._leases and held not in self._arriving:
             self._arriving[held] = self.namespace.begin_acquire([held.key], timeout_s=timeout_s)  # type: ignore[list-item]
 
-    def _load_ahead(self, keys: Sequence[ExpertKey], *, evicting: int | None) -> HostTicket | None:
+    def _load_ahead(self, keys: Sequence[ExpertKey], *, evicting: int | None) -> HostTicket:
         """Asks the host for those of `keys` that get a slot; the others wait for slots that a visit which passes by lets go."""
         loads, _ = self._plan.ahead(keys, evicting=evicting)
         self._release_gone()

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -23,17 +24,27 @@ AHEAD_MAX = 256
 _log = logging.getLogger(__name__)
 
 
-class NothingAhead:
-    """The ticket of a prefetch that had nothing to fetch."""
+class KeyTickets(HostTicket):
+    """The ticket of a prefetch whose keys have one each; of none, where there was nothing to fetch."""
+
+    def __init__(self, tickets: Sequence[HostTicket]) -> None:
+        self._tickets = tickets
 
     def done(self) -> bool:
-        return True
+        return all(ticket.done() for ticket in self._tickets)
 
     def wait(self, timeout_s: float | None = None) -> Mapping[str, int]:
-        return {"loaded": 0, "resident": 0, "skipped": 0, "bytes": 0}
+        """Waits for all of them, `timeout_s` at most. Raises the error of the first that failed, and WaitTimeout."""
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        sums = dict.fromkeys(("loaded", "resident", "skipped", "bytes"), 0)
+        for ticket in self._tickets:
+            result = ticket.wait(None if ends_s is None else max(0.0, ends_s - time.monotonic()))
+            sums = {name: count + result[name] for name, count in sums.items()}
+        return sums
 
     def cancel(self) -> bool:
-        return False
+        """Gives up those that can be; whether there was one."""
+        return sum(ticket.cancel() for ticket in self._tickets) > 0
 
 
 class LoadsAhead:
@@ -49,20 +60,21 @@ class LoadsAhead:
         self._is_taken = is_taken
         self._under_way: deque[tuple[HostTicket, Held]] = deque()
 
-    def begin(self, plan: SlotPlan, loads: Sequence[Held]) -> HostTicket | None:
-        """Asks for the bytes of `loads`, which `plan` has given slots. Gives the last ticket. Raises what `prefetch` raises; the
-        slots of what was not asked for are free then."""
-        ticket = None
+    def begin(self, plan: SlotPlan, loads: Sequence[Held]) -> KeyTickets:
+        """Asks for the bytes of `loads`, which `plan` has given slots. Raises what `prefetch` raises; the slots of what was not
+        asked for are free then."""
+        tickets = list[HostTicket]()
         for place, held in enumerate(loads):
             try:
                 ticket = self._namespace.prefetch([held.key])  # type: ignore[list-item]  # the names are keys here
             except ParamStoreError:
                 self._give_up(plan, loads[place:])
                 raise
+            tickets.append(ticket)
             self._under_way.append((ticket, held))
             if len(self._under_way) > max(AHEAD_MAX, 2 * self._namespace.experts):
                 self._give_up(plan, [self._under_way.popleft()[1]])
-        return ticket
+        return KeyTickets(tickets)
 
     def note_arrivals(self, plan: SlotPlan, demanded: dict[Held, LeaseTicket] | None = None) -> None:
         """Tells the plan which loads have come; the slot of what the host had no room for is free. demanded: loads on demand under

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -12,8 +12,9 @@ from paramstore.policy.lru import Lru
 from paramstore.policy.slot_plan import SlotPlan
 from paramstore.policy.slot_visit import Held
 from paramstore.testing.memory_namespace import MemoryNamespace
-from paramstore_client.device.loads_ahead import LoadsAhead
-from paramstore_client.source import LeaseTicket, WeightLease
+from paramstore_client.device import loads_ahead
+from paramstore_client.device.loads_ahead import KeyTickets, LoadsAhead
+from paramstore_client.source import HostTicket, LeaseTicket, WeightLease
 
 KEYS: list[ExpertKey] = [(0, expert) for expert in range(6)]
 
@@ -46,6 +47,55 @@ def test_what_is_on_its_way_is_not_waited_for() -> None:
     loads.forget()
     loads.note_arrivals(plan)
     assert (loads.unplaced, len(plan.held)) == ([], 2)
+
+
+class Ticket(HostTicket):
+    """A prefetch of one key. waits_s: how long the caller would have waited."""
+
+    def __init__(self, *, is_done: bool, error: StoreUnavailable | None = None) -> None:
+        self.is_done = is_done
+        self.error = error
+        self.waits_s: list[float | None] = []
+        self.is_cancelled = False
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def wait(self, timeout_s: float | None = None) -> Mapping[str, int]:
+        self.waits_s.append(timeout_s)
+        if self.error is not None:
+            raise self.error
+        return {"loaded": 1, "resident": 0, "skipped": 0, "bytes": 7}
+
+    def cancel(self) -> bool:
+        self.is_cancelled = True
+        return not self.is_done
+
+
+def test_the_ticket_of_several_keys_is_done_with_the_last_of_them_whichever_that_is() -> None:
+    late, done = Ticket(is_done=False), Ticket(is_done=True)
+    several = KeyTickets([late, done])
+    assert not several.done()
+    assert several.wait() == {"loaded": 2, "resident": 0, "skipped": 0, "bytes": 14}
+    assert (late.waits_s, done.waits_s) == ([None], [None])
+    late.is_done = True
+    assert several.done()
+
+
+def test_the_ticket_of_several_keys_gives_all_of_them_up() -> None:
+    tickets = [Ticket(is_done=False), Ticket(is_done=True)]
+    assert KeyTickets(tickets).cancel()
+    assert all(ticket.is_cancelled for ticket in tickets)
+    assert not KeyTickets(tickets[1:]).cancel()
+
+
+def test_all_keys_are_waited_for_within_one_limit_and_the_first_failure_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 101.0, 105.0])
+    monkeypatch.setattr(loads_ahead.time, "monotonic", lambda: next(times))
+    tickets = [Ticket(is_done=True), Ticket(is_done=False, error=StoreUnavailable("gone"))]
+    with pytest.raises(StoreUnavailable, match="gone"):
+        KeyTickets(tickets).wait(3.0)
+    assert [ticket.waits_s for ticket in tickets] == [[2.0], [0.0]]
 
 
 def test_where_the_host_refuses_slots_are_given_up_but_for_those_that_demand_has_taken(monkeypatch: pytest.MonkeyPatch) -> None:
