@@ -89,12 +89,14 @@ def test_what_happens_to_one_rank_the_others_learn_and_the_job_goes_on_to_the_sa
     daemon: DaemonProcess, undisturbed: str, fault: str, victim: int
 ) -> None:
     said = run(daemon, "first", fault, victim)
+    is_lost = fault.startswith("kill")
+    named = f"rank {victim}" if victim else "one of them"
+    name_it = {rank for rank, told in said.items() if named in told["message"] or rank == victim}
     for rank, told in said.items():
-        is_lost = fault.startswith("kill")
-        errors = {"RankLost"} if is_lost else {"StepMismatch", "RankLost"}  # a rank that came too late has ended, where it is seen
-        assert told["error"] in errors, told
-        named = f"rank {victim}" if victim else "one of them"
-        assert named in told["message"] or rank == victim, told
+        # The first to give a rank up that came too late ends, and is gone for the others then.
+        gone = {other for other in name_it - {rank} if not is_lost and f"rank {other} is gone" in told["message"]}
+        assert told["error"] in ({"RankLost"} if is_lost or gone else {"StepMismatch", "RankLost"}), told
+        assert rank in name_it or gone, told
         assert told["seconds"] < (LIMIT_S if is_lost else 3 * LIMIT_S), told
         assert told["leased"] == 0, told
     with connect(daemon.address) as store:

@@ -77,6 +77,7 @@ class Ticket(Generic[T]):
         self._results: deque[T] = deque()
         """The result, once there is one: noted within the call of C that makes it, so that an interrupt loses none."""
         self._error: BaseException | None = None
+        self._unheard: _Unheard | None = None
         self._failed_at: list[tuple[object, int]] = []
         """Code and lines through which an error of no ParamStoreError came out of the settling last."""
         self._wakers: list[Callable[[], None]] = []
@@ -119,7 +120,8 @@ class Ticket(Generic[T]):
     @property
     def error(self) -> BaseException | None:
         """The error it settled with; None while it is open or when it succeeded."""
-        self._is_seen = self._is_seen or self.is_settled
+        if self.is_settled:
+            self._note_seen()
         return self._error
 
     @property
@@ -132,7 +134,8 @@ class Ticket(Generic[T]):
 
     def abandon(self) -> None:
         """Gives up the outcome: cancels the request if it can be, drops the result when it comes, releases a lease in it."""
-        self._is_wanted, self._is_seen = False, True
+        self._is_wanted = False
+        self._note_seen()
         if self.is_settled:
             self._drop_result()
         elif self.cancel():
@@ -161,6 +164,8 @@ class Ticket(Generic[T]):
         self.is_settled = True
         if not self._is_wanted or self._error is not None:
             self._drop_result()
+        if self._error is not None and not self._is_seen and not (self._is_cancelling and isinstance(self._error, TicketCancelled)):
+            self._unheard = self._unheard or _Unheard(self.what, self._error)
         for wake in tuple(self._wakers):
             wake()
 
@@ -214,10 +219,15 @@ class Ticket(Generic[T]):
         return self._outcome()
 
     def _outcome(self) -> T:
-        self._is_seen = True
+        self._note_seen()
         if self._error is not None:
             raise self._error
         return self._results[0] if self._results else None  # type: ignore[return-value]  # None: it was abandoned
+
+    def _note_seen(self) -> None:
+        self._is_seen = True
+        if self._unheard is not None:
+            self._unheard.is_seen = True
 
     def _timeout(self, limit_s: float) -> WaitTimeout:
         return WaitTimeout(f"{self.what}: no answer within {limit_s:g} s; it goes on, wait again or pass a longer timeout_s")
@@ -226,11 +236,19 @@ class Ticket(Generic[T]):
         outcome = "done" if self._error is None else f"failed: {self._error!r}"
         return f"<Ticket of {self.what}, {outcome if self.is_settled else 'under way'}>"
 
+
+class _Unheard:
+    """The error of a ticket that nobody has asked for so far: told in the log where it goes like that. Tickets have no `__del__` of
+    their own: Python drops an interrupt that is raised in one, and most tickets have nothing to tell."""
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        self.is_seen = False
+        self._what = what
+        self._error = error
+
     def __del__(self) -> None:
-        error = getattr(self, "_error", None)
-        is_expected = isinstance(error, TicketCancelled) and self._is_cancelling
-        if error is not None and not self._is_seen and not is_expected:
-            _log.warning("%s failed and nobody waited for it: %s: %s", self.what, type(error).__name__, error)
+        if not self.is_seen:
+            _log.warning("%s failed and nobody waited for it: %s: %s", self._what, type(self._error).__name__, self._error)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> None:

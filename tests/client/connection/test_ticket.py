@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 import threading
 
 import pytest
@@ -261,6 +262,16 @@ def test_error_that_nobody_waited_for_is_logged(
     with caplog.at_level(logging.WARNING, logger="paramstore_client.connection.ticket"):
         del ticket
     assert "commit 1 on 'moe' failed and nobody waited for it: VolumeError: volume 0 at offset 4096: EIO" in caplog.text
+
+
+def test_a_ticket_that_succeeded_goes_without_code_in_which_python_would_drop_an_interrupt(namespace: ps.Namespace) -> None:
+    ticket = namespace.apply(ps.AdamW())
+    ticket.wait()
+    called = list[str]()
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_qualname) if event == "call" else None)
+    del ticket
+    sys.setprofile(None)
+    assert called == []
 
 
 def test_error_that_was_raised_is_not_logged_again(
