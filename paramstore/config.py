@@ -34,7 +34,7 @@ SEGMENT_ALIGNMENT_BYTES = 2 << 20
 
 
 class Retention(msgspec.Struct, frozen=True):
-    """How many steps of a namespace stay: the newest `retained_steps`, and `held_steps` older ones for readers."""
+    """How many steps of a namespace have room: the newest `retained_steps`, and `held_steps` older ones for readers."""
 
     retained_steps: int = RETAINED_STEPS
     held_steps: int = HELD_STEPS
@@ -77,7 +77,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retained_steps: int = RETAINED_STEPS
     """Newest committed steps that can be opened and rolled back to; each takes a namespace's state once on the volumes."""
     held_steps: int = HELD_STEPS
-    """Older steps that readers may stand on, each as large; beyond that the oldest reader loses its step."""
+    """Older steps of readers for which room is reserved, each as large; more stay while there is room, else the oldest goes."""
     reader_slots: int | None = None
     """`param` slots of a training namespace that only readers may lease; writers may lease the others. None: a quarter of them,
     rounded down; none of fewer than 8."""

@@ -34,7 +34,9 @@ def plan(
     retained_steps: int = typer.Option(
         None, "--retained-steps", min=RETAINED_STEPS, max=STEPS_MAX, help="Steps that stay; default as `serve`."
     ),
-    held_steps: int = typer.Option(None, "--held-steps", min=0, max=STEPS_MAX, help="Older steps for readers; default as `serve`."),
+    held_steps: int = typer.Option(
+        None, "--held-steps", min=0, max=STEPS_MAX, help="Older steps of readers with room of their own; default as `serve`."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Everything, as JSON; sizes in bytes."),
 ) -> None:
     """Print bytes per parameter and per expert, and what volumes and host memory must hold. Exit code 1 if it is too small."""
@@ -85,6 +87,8 @@ def schema_of(
 
 def plan_lines(schema: Schema, found: Estimate) -> Iterator[str]:
     """The plan, for people."""
+    from paramstore.engine.capacity.entitlements import in_words
+
     what = f"{schema.kind}, states in {schema.state_dtype}" if schema.is_trainable else "inference"
     yield f"{found.key_count:,} experts, {found.parameter_elements:,} parameters: {what}"
     yield f"bytes per parameter  {found.bytes_per_parameter:.4g}"
@@ -95,6 +99,7 @@ def plan_lines(schema: Schema, found: Estimate) -> Iterator[str]:
         yield f"gradients of a step  {format_size(found.gradient_bytes)}, beside the host budget"
     each = _exact(found.volume_size_bytes)
     yield f"volumes              {format_size(found.volume_bytes)}, with the steps that stay: --volume-size {each}"
+    yield f"                     {in_words(found.volume_shares)}"
     yield f"least host budget    {format_size(found.least_host_bytes)}: --host-budget {_exact(found.least_host_bytes)}"
     if found.split is None:
         yield f"host budget          {format_size(found.host_budget_bytes)}: too small"

@@ -113,8 +113,15 @@ def extent_lines(extents: dict[str, Any] | None) -> Iterator[str]:
 
 
 def namespace_lines(namespaces: dict[str, Any]) -> Iterator[str]:
-    """Lines about namespaces that are broken or have a prepared step, with what somebody must do."""
+    """Lines about what namespaces may take of the volumes, and about those that are broken or have a prepared step, with what
+    somebody must do."""
+    from paramstore.engine.capacity.entitlements import in_words
+
     for name, namespace in namespaces.items():
+        if parts := namespace.get("volume_shares"):  # an older daemon does not say
+            line = f"namespace {name} may take {format_size(namespace['entitled_bytes'])} of the volumes, {in_words(parts)}"
+            borrowed = namespace["borrowed_bytes"]
+            yield line + (f"; older steps of readers have borrowed {format_size(borrowed)}" if borrowed else "")
         if namespace["broken"]:
             yield f"namespace {name} is broken: {namespace['broken']}"
         prepared = namespace.get("prepared_step")

@@ -38,6 +38,7 @@ from paramstore.engine.records.access import Access
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.extents import Extents
 from paramstore.engine.records.update import LOOKAHEAD_RECORDS, Updater
+from paramstore.engine.steps.borrowed import Borrowed
 from paramstore.engine.steps.commit import Committer
 from paramstore.engine.steps.history import History
 from paramstore.engine.steps.proof import Prover
@@ -61,7 +62,7 @@ from paramstore.storage.catalog.base import Catalog, Contents
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
 from paramstore.storage.lock import StoreLock
 from paramstore.storage.ownership import objection_to_tree
-from paramstore.storage.recovery import open_store
+from paramstore.storage.recovery import Recovered, open_store
 from paramstore.storage.volume.base import Volume
 from paramstore.upkeep.notes import NoteScrub
 from paramstore.upkeep.patrol import Patrol, patrol_start
@@ -237,7 +238,7 @@ def connect(
     """Makes the store's parts and gives each what it needs. make_measure: None tells volumes apart by their kinds alone."""
     if not volumes:
         raise CatalogError("the store has no volume")
-    recovered = open_store(contents, volumes, retained_steps=config.retained_steps)
+    recovered = open_store(contents, volumes, retained_steps=config.retained_steps, held_steps=config.held_steps)
     planner = Planner(recovered.space, config.retention, reader_slots=config.reader_slots)
     buffers, clock, hashing = Buffers(), MonotonicClock(), Hashing(at_once=max(1, core_count() // 2))
     transfers = Transfers(
@@ -249,7 +250,14 @@ def connect(
     updater = Updater(transfers, access, cleaner, update_workers=update_workers)
     namespaces = {name: make_namespace(ledger) for name, ledger in recovered.ledgers.items()}
     transactions = Transactions(transfers, runner, catalog=catalog, namespaces=namespaces)
-    history = History(transfers, runner, transactions, recovered.note_slots, stall_s=config.wait_timeout_s)
+    prefill = Prefill(volumes, space=recovered.space, runner=runner, pump=partial(_go_on, transfers, namespaces))
+    volume_set = VolumeSet(
+        volumes, superblocks=recovered.superblocks, rows=contents.volumes, space=recovered.space, catalog=catalog, runner=runner,
+        may_grow=config.volume_size_bytes is None, prefill=prefill,
+        retention=config.retention, traffic=transfers.traffic, endurance_bytes=config.volume_endurance_bytes,
+        measure=make_measure and make_measure(recovered.space, prefill, runner),
+    )  # fmt: skip
+    history = _history(transfers, runner, transactions, recovered, namespaces, volume_set, stall_s=config.wait_timeout_s)
     prover = Prover(
         transfers, runner, transactions=transactions, volumes=volumes, superblocks=recovered.superblocks,
         note_slots=recovered.note_slots, namespaces=namespaces, flush_timeout_s=config.flush_timeout_s,
@@ -260,13 +268,6 @@ def connect(
     )  # fmt: skip
     host = _host_tier(config, runner, memory, buffers, volume_count=len(volumes), update_workers=update_workers)
     uploads = UploadBudget(host, budget_bytes=config.gradient_budget_bytes)
-    prefill = Prefill(volumes, space=recovered.space, runner=runner, pump=partial(_go_on, transfers, namespaces))
-    volume_set = VolumeSet(
-        volumes, superblocks=recovered.superblocks, rows=contents.volumes, space=recovered.space, catalog=catalog, runner=runner,
-        may_grow=config.volume_size_bytes is None, prefill=prefill,
-        retention=config.retention, traffic=transfers.traffic, endurance_bytes=config.volume_endurance_bytes,
-        measure=make_measure and make_measure(recovered.space, prefill, runner),
-    )  # fmt: skip
     transfers.watch_writes = volume_set.record_written
     for namespace in namespaces.values():
         volume_set.entitle(namespace)
@@ -284,6 +285,18 @@ def connect(
         store_uuid=contents.store_uuid, clock=clock,
     )  # fmt: skip
     return _service(store, scrubber, patrol, volumes)
+
+
+def _history(
+    transfers: Transfers, runner: Runner, transactions: Transactions, recovered: Recovered, namespaces: dict[str, NamespaceState],
+    volume_set: VolumeSet, *, stall_s: float,
+) -> History:  # fmt: skip
+    borrowed = Borrowed(
+        recovered.space, recovered.note_slots, transactions, namespaces,
+        kept_rows=partial(volume_set.kept_rows, namespaces.values()),
+        slack_bytes=partial(volume_set.slack_bytes, namespaces.values()),
+    )  # fmt: skip
+    return History(transfers, runner, transactions, recovered.note_slots, borrowed, stall_s=stall_s)
 
 
 def _service(store: Store, scrubber: Scrubber, patrol: Patrol, volumes: Mapping[int, Volume]) -> Service:

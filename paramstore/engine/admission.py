@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from paramstore.config import Retention
 from paramstore.core.key import KeySpace, check_name
 from paramstore.core.schema import Schema
 from paramstore.engine.capacity.host import HostTier
@@ -54,7 +55,7 @@ class Admission:
 
     def __init__(
         self, transfers: Transfers, host: HostTier, volumes: VolumeSet, cleaner: Cleaner,
-        history: History, transactions: Transactions, ranks: Ranks, namespaces: dict[str, NamespaceState], *, retained_steps: int,
+        history: History, transactions: Transactions, ranks: Ranks, namespaces: dict[str, NamespaceState], *, retention: Retention,
         recall_wait_s: float = RECALL_WAIT_S,
     ) -> None:  # fmt: skip
         self._transfers = transfers
@@ -65,7 +66,7 @@ class Admission:
         self._transactions = transactions
         self._ranks = ranks
         self._namespaces = namespaces
-        self._retained_steps = retained_steps
+        self._retention = retention
         self._recall_wait_s = recall_wait_s
         self._lock = asyncio.Lock()
         self._snapshot_lock = asyncio.Lock()
@@ -106,10 +107,11 @@ class Admission:
         self._host.check_least(name, schema, len(keys), host_bytes)
         pack_description(schema, keys)  # what does not fit a commit note is refused now, not at the first commit
         row = NamespaceRow(name, schema.describe(), keys.layers, keys.experts, epoch=1, sequence=0)
-        namespace = make_namespace(Ledger(NamespaceContents(row), retained_steps=self._retained_steps))
+        retained, held = self._retention.retained_steps, self._retention.held_steps
+        namespace = make_namespace(Ledger(NamespaceContents(row), retained_steps=retained, held_steps=held))
         try:
             await self._open_memory(namespace, host_bytes)  # before the volumes: they cannot shrink again
-            await self._volumes.make_room(namespace, beside=self._namespaces.values())
+            await self._volumes.make_room(namespace, beside=self._namespaces.values(), give_back=self._history.give_back)
             await self._transactions.apply_change(Change(put_namespaces=(row,)))
         except BaseException:
             self._volumes.give_up(name)
@@ -230,7 +232,9 @@ class Admission:
                 return
             count = len(namespace.steps.ledger.snapshots()) + 1
             async with self._lock:
-                await self._volumes.make_room(namespace, beside=self._namespaces.values(), snapshots=count)
+                await self._volumes.make_room(
+                    namespace, beside=self._namespaces.values(), snapshots=count, give_back=self._history.give_back
+                )
             try:
                 await self._history.snapshot(namespace, step, is_kept=True)
             finally:

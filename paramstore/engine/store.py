@@ -70,7 +70,7 @@ class Store:
         self.reading = Reading(transfers, access, transfers.runner)
         self.followers = Followers(transfers)
         self.admission = Admission(
-            transfers, host, volumes, cleaner, history, transactions, self.ranks, namespaces, retained_steps=config.retained_steps,
+            transfers, host, volumes, cleaner, history, transactions, self.ranks, namespaces, retention=config.retention,
             recall_wait_s=min(RECALL_WAIT_S, config.wait_timeout_s / 2),  # the client that opens hears of it in time
         )  # fmt: skip
         self._clock = clock
@@ -197,7 +197,10 @@ class Store:
                 str(lane): {"queued": stats.queued, "running": stats.running}
                 for lane, stats in self.transfers.runner.scheduler.stats().items()
             },
-            "namespaces": {name: namespace_stats(namespace, now_s) for name, namespace in self.namespaces.items()},
+            "namespaces": {
+                name: {**namespace_stats(namespace, now_s), **self._volumes.describe_namespace(namespace)}
+                for name, namespace in self.namespaces.items()
+            },
         }  # fmt: skip
 
     def stop_applies(self) -> None:

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from paramstore.core.location import Extent
 from paramstore.errors import CorruptCatalog, CorruptRecord, VolumeError
-from paramstore.limits import RETAINED_STEPS
+from paramstore.limits import HELD_STEPS, RETAINED_STEPS
 from paramstore.storage.catalog.base import Contents, StepRow, VolumeRow
 from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.format.apply_log import unpack_log
@@ -38,7 +38,7 @@ class Recovered:
 
 
 def open_store(
-    contents: Contents, volumes: Mapping[int, Volume], *, retained_steps: int = RETAINED_STEPS
+    contents: Contents, volumes: Mapping[int, Volume], *, retained_steps: int = RETAINED_STEPS, held_steps: int = HELD_STEPS
 ) -> Recovered:
     """Opens the store that `contents` describes, on `volumes` (by index). `contents` belongs to the result from then on.
 
@@ -47,7 +47,9 @@ def open_store(
     """
     superblocks, problems = _check_superblocks(contents, volumes)
     _raise_if(problems)
-    ledgers = {name: Ledger(found, retained_steps=retained_steps) for name, found in contents.namespaces.items()}
+    ledgers = {
+        name: Ledger(found, retained_steps=retained_steps, held_steps=held_steps) for name, found in contents.namespaces.items()
+    }
     extents = sorted((extent, name) for name, ledger in ledgers.items() for extent in ledger.extents())
     _raise_if([*_truncated(contents, volumes), *_beyond_the_end([extent for extent, _ in extents], volumes)])
     _check_logs(contents)

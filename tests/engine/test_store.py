@@ -11,7 +11,6 @@ from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
 from paramstore.errors import (
     SchemaMismatch,
-    StepDropped,
     WriterFenced,
 )
 from paramstore_testkit.disks.machine import Machine
@@ -83,26 +82,6 @@ def test_a_reader_stands_on_its_step_until_it_refreshes() -> None:
         model.check(await leased(store, writer, KEYS[:3]))
         assert store.refresh(reader) == 1
         model.check(await leased(store, reader, KEYS[:3]))
-
-    run(scenario())
-
-
-def test_readers_of_too_many_old_steps_lose_the_oldest() -> None:
-    async def scenario() -> None:
-        store = Machine(seed=5, reader_slots=8).start()
-        writer = await make_writer(store)
-        readers = []
-        for step in range(1, 5):
-            readers.append(await store.admission.open("moe", mode="read", at=None, host_bytes=None))
-            push(store, writer, KEYS, step)
-            await store.applies.apply(writer, AdamW(), 1.0)
-            await store.committer.commit(writer, step, b"")
-        await store.committer.commit(writer, 9, b"")
-        with pytest.raises(StepDropped, match="refresh"):
-            await leased(store, readers[0], KEYS[:1])
-        await leased(store, readers[-1], KEYS[:1])
-        store.refresh(readers[0])
-        await leased(store, readers[0], KEYS[:1])
 
     run(scenario())
 

@@ -28,7 +28,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.retained_steps = 2
+        self.retained_steps, self.held_steps = 2, 0
         self.snapshots: set[int] = set()
         row = NamespaceRow("moe", {}, (0, 3), 3, epoch=1, sequence=0)
         self.ledger = Ledger(NamespaceContents(row))
@@ -45,9 +45,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.undone: set[Located] = set()
         """Records that a rollback took back."""
 
-    @initialize(retained_steps=st.integers(2, 4))
-    def retain(self, retained_steps: int) -> None:
-        self.retained_steps = retained_steps
+    @initialize(retained_steps=st.integers(2, 4), held_steps=st.integers(0, 2))
+    def retain(self, retained_steps: int, held_steps: int) -> None:
+        self.retained_steps, self.held_steps = retained_steps, held_steps
         self.open_again()
 
     def _drop_unseen(self, held: set[int]) -> None:
@@ -88,12 +88,39 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         return step, content, self.ledger.plan_publish(row, records, held)
 
+    def _borrowing(self, steps: set[int]) -> list[int]:
+        """Those of `steps` that are entitled to no room, oldest first."""
+        older = sorted(steps - set(sorted(steps)[-self.retained_steps :]) - self.snapshots)
+        return older[: max(0, len(older) - self.held_steps)]
+
+    def _seen(self, steps: set[int]) -> set[Extent]:
+        prepared = {} if self.prepared is None else self.prepared[1]
+        return {located.extent for content in (prepared, *map(self.maps.get, steps)) for located in (content or {}).values()}
+
+    def _check_counts(self, step: int, changed: set[tuple[int, int]], held: set[int]) -> None:
+        """What the ledger counts of the rows that go with each older step, before `step` is committed, whose map is there."""
+        kept = {*sorted(self.maps)[-self.retained_steps :], *self.snapshots, *held.intersection(self.maps)}
+        older = self.ledger.borrowing_after(step, held)
+        assert older == self._borrowing(kept)
+        rows, unseen = self.ledger.rows_until(step, changed, held, older)
+        for gone in range(len(older) + 1):
+            only_older = self._seen(kept - set(older[:gone])) - self._seen(kept - set(older))
+            assert sum(rows[gone:]) == len(only_older)
+        assert unseen == len(self.used - self._seen(kept))
+
     @precondition(lambda self: self.prepared is None)
     @rule(gap=st.integers(1, 3), changed=CHANGED, held=HELD)
     def commit(self, gap: int, changed: set[tuple[int, int]], held: set[int]) -> None:
         step, self.maps[step], publication = self._make_step(gap, self._records(changed), held)
+        self._check_counts(step, changed, held)
         self._publish(publication)
         self._drop_unseen(held)
+
+    @rule()
+    def give_back(self) -> None:
+        self._publish(self.ledger.plan_give_back())
+        gone = self._borrowing(set(self.maps))
+        self.maps = {step: content for step, content in self.maps.items() if step not in gone}
 
     @precondition(lambda self: self.prepared is None)
     @rule(gap=st.integers(1, 3), changed=CHANGED, held=HELD, is_prepared=st.booleans())
@@ -117,6 +144,7 @@ class LedgerMachine(RuleBasedStateMachine):
         epoch = self.ledger.namespace.epoch
         step, self.maps[step] = self.prepared
         self.prepared = None
+        self._check_counts(step, set(), held)
         self._publish(self.ledger.plan_finalize(held, for_writer=for_writer))
         self._drop_unseen(held)
         assert self.ledger.namespace.epoch == epoch + for_writer
@@ -168,7 +196,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def open_again(self) -> None:
-        self.ledger = Ledger(self.catalog.load().namespaces["moe"], retained_steps=self.retained_steps)
+        contents = self.catalog.load().namespaces["moe"]
+        self.ledger = Ledger(contents, retained_steps=self.retained_steps, held_steps=self.held_steps)
 
     @invariant()
     def every_visible_step_is_whole(self) -> None:
@@ -183,6 +212,12 @@ class LedgerMachine(RuleBasedStateMachine):
         prepared = {} if self.prepared is None else self.prepared[1]
         seen = {located.extent for content in (*self.maps.values(), prepared) for located in content.values()}
         assert set(self.ledger.extents()) == seen == self.used
+
+    @invariant()
+    def borrowed_is_what_no_step_sees_that_is_entitled_to_room(self) -> None:
+        older = self._borrowing(set(self.maps))
+        assert self.ledger.borrowing_steps == set(older)
+        assert self.ledger.borrowed_rows == len(self.used - self._seen(set(self.maps) - set(older)))
 
     @invariant()
     def memory_and_catalog_agree(self) -> None:

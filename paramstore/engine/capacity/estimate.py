@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paramstore.config import Config
 from paramstore.core.schema import Schema
 from paramstore.engine.capacity.budget import Split, least_bytes, split_budget, staging_bytes_of
-from paramstore.engine.capacity.entitlements import volume_size_bytes_of
+from paramstore.engine.capacity.entitlements import shares, volume_size_bytes_of
 from paramstore.engine.records.update import LOOKAHEAD_RECORDS
 from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
 
@@ -16,7 +16,8 @@ from paramstore.engine.transfers.advance import ADVANCE_LOOKAHEAD_RECORDS
 class Estimate:
     """Sizes in bytes. record_bytes: one expert's state with header and padding. volume_size_bytes: the least size of each volume,
     with what it takes before its first record, the retained and the held steps, and what a commit and its successor need at once;
-    volume_bytes: that of all volumes together. gradient_bytes: all experts' gradients at once, the default of `gradient_budget`.
+    volume_bytes: that of all volumes together. volume_shares: what the records' part of that is for, in multiples of `state_bytes`,
+    named as the settings. gradient_bytes: all experts' gradients at once, the default of `gradient_budget`.
     least_host_bytes: the smallest host budget that works. split: how `host_budget_bytes` is used; None where it is too small."""
 
     key_count: int
@@ -28,6 +29,7 @@ class Estimate:
     gradient_bytes: int
     volume_size_bytes: int
     volume_bytes: int
+    volume_shares: dict[str, float]
     least_host_bytes: int
     host_budget_bytes: int
     split: Split | None
@@ -55,6 +57,7 @@ def estimate(schema: Schema, key_count: int, config: Config, *, volume_count: in
         gradient_bytes=key_count * schema.gradient_bytes if schema.is_trainable else 0,
         volume_size_bytes=volume_size_bytes,
         volume_bytes=volume_count * volume_size_bytes,
+        volume_shares=shares(schema, key_count, config.retention),
         least_host_bytes=least_bytes(schema, key_count, staging_bytes),
         host_budget_bytes=config.host_budget_bytes,
         split=split,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +18,9 @@ from paramstore.engine.capacity.entitlements import (
     DEFAULT_RETENTION,
     GROWTH_ALIGNMENT_BYTES,
     entitled_bytes,
+    in_words,
     kept_steps,
+    shares,
     slack_bytes,
 )
 from paramstore.engine.capacity.prefill import Prefill
@@ -35,6 +37,8 @@ from paramstore.storage.space.extents import Space
 from paramstore.storage.volume.base import Volume, directory_of
 
 logger = logging.getLogger(__name__)
+
+GiveBack = Callable[[NamespaceState], Awaitable[None]]
 
 RECORDED_BYTES = 16 << 30
 """A crash loses at most so much of the count of bytes written to a volume: a 35,000th of an endurance of 600 TB."""
@@ -68,27 +72,47 @@ class VolumeSet:
         self.speeds = Speeds(volumes, space, runner, measure)
 
     def entitle(self, namespace: NamespaceState) -> None:
-        """Entitles an existing namespace to what it may take now, with the snapshots that it has."""
-        self.space.entitle(namespace.name, self._entitled(namespace, snapshots=len(namespace.steps.ledger.snapshots())))
+        """Entitles an existing namespace to what it may take now, with the snapshots that it has; and notes what older steps have
+        borrowed: a snapshot that is dropped may go on as one of them."""
+        ledger = namespace.steps.ledger
+        self.space.entitle(namespace.name, self._entitled(namespace, snapshots=len(ledger.snapshots())))
+        self.space.borrow(namespace.name, ledger.borrowed_rows * namespace.schema.record_bytes)
 
     def _entitled(self, namespace: NamespaceState, *, snapshots: int) -> int:
         return entitled_bytes(namespace.schema, len(namespace.keys), self._retention, snapshots=snapshots)
 
-    async def make_room(self, namespace: NamespaceState, *, beside: Iterable[NamespaceState], snapshots: int = 0) -> None:
+    async def make_room(
+        self, namespace: NamespaceState, *, beside: Iterable[NamespaceState], snapshots: int = 0, give_back: GiveBack | None = None
+    ) -> None:
         """Entitles `namespace` to room for itself and so many snapshots, and makes that room, beside the namespaces that exist.
+        give_back: has a namespace give back what its older steps have borrowed, where room lacks; None: nothing is given back.
 
         Raises CapacityError naming what is missing, CatalogError; then it is entitled to what it was before. `entitle` and
         `give_up` take an entitlement back.
         """
         others = [other for other in beside if other is not namespace]
-        await self._make_catalog_room(self._kept_rows(namespace, snapshots=snapshots) + sum(map(self._kept_rows, others)))
+        await self._make_catalog_room(self._kept_rows(namespace, snapshots=snapshots) + self.kept_rows(others))
         before_bytes = self.space.entitled_bytes(namespace.name)
         needed_bytes = self._entitled(namespace, snapshots=snapshots)
-        await self._make_room(others, namespace, needed_bytes)
+        await self._make_room(others, namespace, needed_bytes, snapshots)
         self.space.entitle(namespace.name, needed_bytes)
+        try:
+            await self._find_room(namespace, (*others, namespace), give_back)
+        except BaseException:
+            self.space.entitle(namespace.name, before_bytes)
+            raise
+        await self.speeds.measure()  # where a volume had no room before
+        logger.info("%s", self._needs(namespace, snapshots))
+
+    async def _find_room(
+        self, namespace: NamespaceState, all_of_them: Iterable[NamespaceState], give_back: GiveBack | None
+    ) -> None:
+        """Sees to it that what `namespace` is entitled to is free: others hold more than their share at times."""
+        for other in all_of_them:
+            if give_back is not None and self.space.shortage_bytes(namespace.name) and self.space.borrowed_bytes(other.name):
+                await give_back(other)
         missing_bytes = self.space.shortage_bytes(namespace.name)
         if missing_bytes and not self._may_grow:
-            self.space.entitle(namespace.name, before_bytes)
             raise CapacityError(
                 self.space.fences.first(
                     f"other namespaces hold {missing_bytes} bytes that namespace {namespace.name!r} needs, until their commits are "
@@ -97,13 +121,12 @@ class VolumeSet:
             )
         if missing_bytes:
             await self._grow(missing_bytes)
-        await self.speeds.measure()  # where a volume had no room before
 
     async def keep_catalog_room(self, namespaces: Iterable[NamespaceState]) -> None:
         """Makes room in the catalog when a store is opened: it may not have any yet, or more steps may be kept from now on. Where
         there is no room, the log says so; each commit looks again."""
         try:
-            await self._make_catalog_room(sum(map(self._kept_rows, namespaces)))
+            await self._make_catalog_room(self.kept_rows(namespaces))
         except (CapacityError, CatalogError) as error:
             logger.warning("a commit may fail for want of room in the catalog: %s", error)
 
@@ -117,6 +140,14 @@ class VolumeSet:
                 raise CapacityError(str(error)) from error
             raise
 
+    def kept_rows(self, namespaces: Iterable[NamespaceState]) -> int:
+        """How many rows of the catalog these namespaces are entitled to."""
+        return sum(map(self._kept_rows, namespaces))
+
+    def slack_bytes(self, namespaces: Iterable[NamespaceState]) -> int:
+        """Bytes that these namespaces may leave unused."""
+        return slack_bytes((namespace.schema for namespace in namespaces), len(self.volumes))
+
     def _kept_rows(self, namespace: NamespaceState, *, snapshots: int | None = None) -> int:
         """How many rows of the catalog a namespace may have: one for each record that it may have on the volumes, and its steps."""
         count = len(namespace.steps.ledger.snapshots()) if snapshots is None else snapshots
@@ -127,11 +158,13 @@ class VolumeSet:
         """Takes back the entitlement of a namespace that was not created after all. Volumes stay as large as they have become."""
         self.space.entitle(name, 0)
 
-    async def _make_room(self, others: Sequence[NamespaceState], namespace: NamespaceState, needed_bytes: int) -> None:
+    async def _make_room(
+        self, others: Sequence[NamespaceState], namespace: NamespaceState, needed_bytes: int, snapshots: int
+    ) -> None:
         needed = needed_bytes + sum(self.space.entitled_bytes(other.name) for other in others)
         usable = sum(self.space.size_bytes_of(index) - self._start_bytes(index) for index in self.volumes)
         usable -= self.space.lost_bytes()
-        needed += slack_bytes((ns.schema for ns in (namespace, *others)), len(self.volumes))
+        needed += self.slack_bytes((namespace, *others))
         missing = needed - usable
         if missing <= 0:
             return
@@ -139,10 +172,24 @@ class VolumeSet:
             raise CapacityError(
                 self.space.fences.first(
                     f"the volumes have {format_size(usable)} for records, namespace {namespace.name!r} and the others need "
-                    f"{format_size(needed)}: {missing} bytes are missing; {WAY_TO_ROOM}"
+                    f"{format_size(needed)}: {missing} bytes are missing; {WAY_TO_ROOM}. {self._needs(namespace, snapshots)}"
                 )
             )
         await self._grow(missing)
+
+    def _needs(self, namespace: NamespaceState, snapshots: int) -> str:
+        """What a namespace with so many snapshots is entitled to and why, for people."""
+        parts = shares(namespace.schema, len(namespace.keys), self._retention, snapshots=snapshots)
+        return f"{namespace.name!r} may take {format_size(self._entitled(namespace, snapshots=snapshots))}, {in_words(parts)}"
+
+    def describe_namespace(self, namespace: NamespaceState) -> dict[str, object]:
+        """Figures of what a namespace may take, has and has borrowed of the volumes."""
+        name, snapshots = namespace.name, len(namespace.steps.ledger.snapshots())
+        return {
+            "volume_bytes": self.space.held_bytes(name), "entitled_bytes": self.space.entitled_bytes(name),
+            "borrowed_bytes": self.space.borrowed_bytes(name),
+            "volume_shares": shares(namespace.schema, len(namespace.keys), self._retention, snapshots=snapshots),
+        }  # fmt: skip
 
     def _start_bytes(self, index: int) -> int:
         return extents_start_bytes(self._superblocks[index])

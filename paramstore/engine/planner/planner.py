@@ -70,9 +70,7 @@ class Planner:
         self.working = WorkingPlanner(space, self.outbox, self.requests, SpeedRanking(space, retention or Retention()))
         self.leases = LeasePlanner(self.outbox, self.requests, self.copies, self.working)
         self.loans = LoanPlanner(self.outbox)
-        self.views = ViewPlanner(
-            self.outbox, self.copies, self.leases, self.loans, retention or Retention(), reader_slots=reader_slots
-        )
+        self.views = ViewPlanner(self.outbox, self.copies, self.leases, self.loans, reader_slots=reader_slots)
         self.claims = ClaimPlanner(self.outbox, self.copies, self.leases)
         self.cuts = CutPlanner(space, self.outbox, self.working, self.leases)
         self.space_waiters: list[object] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paramstore.config import Retention
 from paramstore.core.key import ExpertKey
 from paramstore.core.visits import Visits
 from paramstore.engine.planner.leases import LeasePlanner
@@ -22,14 +21,13 @@ class ViewPlanner:
     """Decides about views; part of the planner, on the event-loop thread."""
 
     def __init__(
-        self, outbox: Outbox, copies: CopyPlanner, leases: LeasePlanner, loans: LoanPlanner, retention: Retention, *,
+        self, outbox: Outbox, copies: CopyPlanner, leases: LeasePlanner, loans: LoanPlanner, *,
         reader_slots: int | None = None,
     ) -> None:  # fmt: skip
         self._outbox = outbox
         self._copies = copies
         self._leases = leases
         self._loans = loans
-        self._retention = retention
         self._reader_slots = reader_slots
 
     def promise(self, namespace: NamespaceState, opening: Opening) -> int:
@@ -208,12 +206,6 @@ class ViewPlanner:
         """Gives the views their steps back, which are dropped after all not."""
         for view in views:
             view.is_dropped = False
-
-    def drop_oldest_readers(self, namespace: NamespaceState, newest_step: int) -> list[View]:
-        """Before `newest_step` is published, takes the oldest steps from readers that hold too many. Returns those views."""
-        kept = namespace.steps.ledger.visible_steps((), published=newest_step)
-        old = sorted(set(namespace.held_steps()) - kept)
-        return self.drop_readers(namespace, old[: max(0, len(old) - self._retention.held_steps)])
 
     @staticmethod
     def drop_readers(namespace: NamespaceState, steps: Iterable[int]) -> list[View]:

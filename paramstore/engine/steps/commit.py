@@ -221,7 +221,8 @@ class Committer:
 
         if row.is_prepared:
             return await self._transactions.publish(namespace, partial(plan, ()), room_rows=_changed_rows(cut))
-        return await self._history.publish_newest(namespace, row.step, plan, room_rows=_changed_rows(cut))
+        changed = [working.key for working in cut.records]
+        return await self._history.publish_newest(namespace, row.step, plan, changed=changed, room_rows=_changed_rows(cut))
 
     async def _write_unwritten(self, namespace: NamespaceState, cut: Cut) -> None:
         """Writes the records that were dirty at the cut, at DEMAND: WRITING_MAX at a time, waited for together. Those that found no

@@ -7,14 +7,16 @@ change never runs beside a commit of its namespace.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
+from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent
 from paramstore.core.slices import emptied, slices
 from paramstore.engine.planner.permission import check_writing, prepared_error
 from paramstore.engine.planner.waiting import await_change
+from paramstore.engine.steps.borrowed import Borrowed
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.engine.transfers.runner import Runner, in_slices, until_woken
@@ -28,33 +30,46 @@ class History:
     """Changes the steps of all namespaces. Whoever calls `publish_newest` has the namespace's turn, or its cut."""
 
     def __init__(
-        self, transfers: Transfers, runner: Runner, transactions: Transactions, note_slots: NoteSlots, *,
+        self, transfers: Transfers, runner: Runner, transactions: Transactions, note_slots: NoteSlots, borrowed: Borrowed, *,
         stall_s: float,
     ) -> None:  # fmt: skip
         self._transfers = transfers
         self._runner = runner
         self._transactions = transactions
         self._note_slots = note_slots
+        self._borrowed = borrowed
         self._stall_s = stall_s
 
     async def publish_newest(
-        self, namespace: NamespaceState, step: int, plan: Callable[[frozenset[int]], Publication], *, room_rows: int = 0
-    ) -> Publication:
-        """Runs the transaction that makes `step` the committed one. plan: makes its publication, given the steps that readers hold.
+        self, namespace: NamespaceState, step: int, plan: Callable[[frozenset[int]], Publication], *,
+        changed: Collection[ExpertKey] = (), room_rows: int = 0,
+    ) -> Publication:  # fmt: skip
+        """Runs the transaction that makes `step` the committed one. plan: makes its publication, given the steps that stay for
+        readers. changed: the records that the step changes, where the ledger has no rows of them.
 
         The steps that go are fixed here first, so that nobody can open one of them any more.
         """
+        held = frozenset(namespace.held_steps())
+        self._close_all_but(namespace, step, held)
+        older = await self._borrowed.count(namespace, step, changed, held)
+        lost = self._borrowed.choose(namespace, older)
+        held = held.difference(lost)
         with self._transfers.deciding() as planner:
-            dropped = planner.views.drop_oldest_readers(namespace, step)
-            held = frozenset(namespace.held_steps())
-            kept = namespace.steps.ledger.visible_steps(held, published=step)
-            planner.views.close_steps(namespace, frozenset(namespace.steps.ledger.steps()) - kept)
+            dropped = planner.views.drop_readers(namespace, lost)
+        self._close_all_but(namespace, step, held)
         try:
             return await self._transactions.publish(namespace, lambda: plan(held), room_rows=room_rows)
         except ParamStoreError:
+            self._borrowed.settle(namespace)
             with self._transfers.deciding() as planner:
                 planner.views.give_back(dropped)
             raise
+
+    def _close_all_but(self, namespace: NamespaceState, published: int, held: frozenset[int]) -> None:
+        """Closes the steps that nobody on `held` steps keeps beside `published`."""
+        kept = namespace.steps.ledger.visible_steps(held, published=published)
+        with self._transfers.deciding() as planner:
+            planner.views.close_steps(namespace, frozenset(namespace.steps.ledger.steps()) - kept)
 
     def settling(self, namespace: NamespaceState, publication: Publication) -> Iterator[None]:
         """Brings what is in memory (ledger, space, note slots) in line with a publication that has succeeded, in slices."""
@@ -196,6 +211,7 @@ class History:
         with self._transfers.deciding() as planner:
             planner.views.refuse_writer(namespace)
         yield from self._transactions.settling_ledger(namespace, publication)
+        self._borrowed.settle(namespace)
         self._open_steps(namespace)  # not before: the steps that go are in the ledger up to here
         yield from self._rolling_back(namespace, freed=publication.freed)
         for slot in publication.freed_note_slots:
@@ -214,7 +230,29 @@ class History:
         with self._transfers.deciding() as planner:
             planner.end_rollback(namespace)
 
-    # --- snapshots
+    # --- snapshots, and older steps
+
+    async def give_back(self, namespace: NamespaceState) -> None:
+        """Drops the steps that have borrowed their room, whose readers lose them. Nothing to do where there is none, or while a
+        call of the writer has the turn, which may take as long as it likes: its next commit gives back what is lacked then."""
+        if namespace.writing.turn.locked() or not namespace.steps.ledger.borrowing_steps:
+            return
+        async with namespace.writing.turn:
+            await self.until_no_cut(namespace)
+            steps = namespace.steps.ledger.borrowing_steps
+            with self._transfers.deciding() as planner:
+                planner.views.close_steps(namespace, steps)
+                dropped = planner.views.drop_readers(namespace, steps)
+            try:
+                publication = await self._transactions.publish(namespace, namespace.steps.ledger.plan_give_back)
+            except BaseException:
+                with self._transfers.deciding() as planner:
+                    planner.views.give_back(dropped)
+                self._open_steps(namespace)
+                raise
+            await in_slices(self.settling(namespace, publication))
+            self._borrowed.settle(namespace)
+            self._see_less(namespace)
 
     async def snapshot(self, namespace: NamespaceState, step: int, *, is_kept: bool) -> None:
         """Makes `step` a snapshot (`is_kept`), or an ordinary step again; on return that is durable.

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from paramstore.engine.tables.namespace import NamespaceState
 from paramstore.engine.tables.requests import Urgency
@@ -22,6 +23,8 @@ from paramstore.storage.catalog.base import Catalog, Change, Contents
 from paramstore.storage.catalog.publication import Publication
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Transactions:
@@ -65,6 +68,22 @@ class Transactions:
         """Brings the ledger in line with a publication that has succeeded, in slices. See `Ledger.settling`."""
         assert not self._planned_elsewhere[namespace.name], f"{namespace.name!r} settles while another thread plans from its ledger"
         return namespace.steps.ledger.settling(publication)
+
+    async def look(self, namespace: NamespaceState, read: Callable[[], T], *, room_of: Callable[[T], int]) -> tuple[T, bool]:
+        """Runs `read`, of the namespace's ledger, on the catalog's thread. Returns what it found, and whether the catalog has room,
+        or could get it, for as many kept rows as `room_of` says of that."""
+
+        def run() -> tuple[T, bool]:
+            found = read()
+            try:
+                self._catalog.reserve(1, kept_rows=room_of(found))
+            except CatalogError:
+                return found, False
+            return found, True
+
+        with self.planned_elsewhere(namespace):
+            found: tuple[T, bool] = await self._runner.call(CATALOG_LANE, run)
+        return found
 
     async def publish(
         self, namespace: NamespaceState, plan: Callable[[], Publication], *, room_rows: int = 0

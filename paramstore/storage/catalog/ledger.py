@@ -8,6 +8,7 @@
   be missing. It is replaced by the next draft, and goes with the first commit, or with a rollback to before it.
 - A row is visible while it is in force at some visible step; an invisible one is dropped, and its extent freed,
   in the transaction of the next commit.
+- A step that only readers keep may have borrowed its room: see `visibility`.
 
 The `plan_*` methods decide and change nothing; `settling` brings memory up to date once the catalog has made a plan durable. A
 plan holds until the next `settle`. It takes microseconds per changed record and only reads, so it may be made on another
@@ -16,10 +17,9 @@ thread, as long as nothing settles meanwhile. Settling only replaces values, in 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from operator import attrgetter
 
 from paramstore.core.apply_log import ApplyLog
@@ -27,25 +27,32 @@ from paramstore.core.key import ExpertKey
 from paramstore.core.location import Extent, Located
 from paramstore.core.slices import slices
 from paramstore.errors import StepDropped, StepFailed, StepPrepared
-from paramstore.limits import RETAINED_STEPS
+from paramstore.limits import HELD_STEPS, RETAINED_STEPS
 from paramstore.storage.catalog.base import DRAFT_STEP, NamespaceContents, NamespaceRow, Row, StepRow
-from paramstore.storage.catalog.publication import Publication
+from paramstore.storage.catalog.publication import Publication, publication_of
 from paramstore.storage.catalog.roots import RootTable
+from paramstore.storage.catalog.visibility import borrowed_rows, borrowing, in_force, rows_until
 from paramstore.storage.format.apply_log import unpack_log
 
+EMPTY: Mapping[ExpertKey, Row] = {}
 _first_step = attrgetter("first_step")
 
 
 class Ledger:
     """One namespace's rows and steps in memory. contents: belongs to the ledger from then on. retained_steps: how many of the
-    newest steps stay even if nobody reads them.
+    newest steps stay even if nobody reads them. held_steps: how many older ones are entitled to room.
     """
 
-    def __init__(self, contents: NamespaceContents, *, retained_steps: int = RETAINED_STEPS) -> None:
+    def __init__(self, contents: NamespaceContents, *, retained_steps: int = RETAINED_STEPS, held_steps: int = HELD_STEPS) -> None:
         self._contents = contents
         self._retained_steps = retained_steps
+        self._held_steps = held_steps
         self._layered = frozenset(key for key, rows in contents.rows.items() if len(rows) > 1)
         """Keys with more than one row: a commit that does not change them may still hide a row of theirs."""
+        older = self.borrowing_steps
+        entitled = sorted(frozenset(contents.steps) - older)
+        self.borrowed_rows = borrowed_rows((contents.rows[key] for key in self._layered), entitled) if older else 0
+        """How many rows only those older steps see that are entitled to no room."""
         self._roots: RootTable | None = None
         """Roots of all records at the newest step; None until somebody asks."""
         self._next_roots: tuple[int, RootTable] | None = None
@@ -61,6 +68,14 @@ class Ledger:
     def committed_step(self) -> int | None:
         """The newest committed step; None before the first commit."""
         return max(self.steps(), default=None)
+
+    @property
+    def borrowing_steps(self) -> frozenset[int]:
+        """The steps that have borrowed their room."""
+        return self._borrowing(self._contents.steps.values())
+
+    def _borrowing(self, steps: Iterable[StepRow]) -> frozenset[int]:
+        return borrowing(steps, retained_steps=self._retained_steps, held_steps=self._held_steps)
 
     @property
     def prepared_step(self) -> int | None:
@@ -152,6 +167,21 @@ class Ledger:
         held, snapshots = frozenset(steps).intersection(held_steps), frozenset(self.snapshots()) - {without}
         return frozenset(steps[-self._retained_steps :]).union(snapshots, held, prepared)
 
+    def borrowing_after(self, published: int, held_steps: Iterable[int]) -> list[int]:
+        """The steps that stay for readers on `held_steps` once `published` is committed, and have borrowed their room then."""
+        older = frozenset([*self.steps(), published]).intersection(held_steps) - self.visible_steps((), published=published)
+        return sorted(older)[: max(0, len(older) - self._held_steps)]
+
+    def rows_until(
+        self, published: int, changed: Iterable[ExpertKey], held_steps: Iterable[int], older: Sequence[int]
+    ) -> tuple[list[int], int]:
+        """Counts the rows that stay for each of the `older` steps alone once `published` is committed with `changed` records, and
+        those that nobody sees any more: see `visibility.rows_until`. older: as `borrowing_after` says. May be called on another
+        thread, as plans are."""
+        entitled, added = sorted(self.visible_steps(held_steps, published=published).difference(older)), frozenset(changed)
+        rows = ((key, [row.first_step for row in self._contents.rows.get(key, ())]) for key in self._layered.union(added))
+        return rows_until(([*firsts, published] if key in added else firsts for key, firsts in rows), entitled, older)
+
     def state_root(self, sequence: int, changed: Sequence[tuple[ExpertKey, int]]) -> int:
         """The combined root of all records at the step that the commit with `sequence` makes. changed: roots of the records it
         changes.
@@ -185,7 +215,7 @@ class Ledger:
         added = {key: Row(step, located) for key, located in changed.items()}
         rows_after, dropped = self._thinned(added, visible)
         return self._publication(
-            namespace=replace(self.namespace, sequence=step_row.sequence, applies=step_row.applies),
+            replace(self.namespace, sequence=step_row.sequence, applies=step_row.applies),
             added=added,
             added_steps=[step_row],
             dropped=dropped,
@@ -201,11 +231,9 @@ class Ledger:
         assert row.sequence > self.namespace.sequence, f"sequence {row.sequence} was used before"
         rows = {key: Row(DRAFT_STEP, located) for key, located in added.items()}
         publication = self._publication(
-            namespace=replace(self.namespace, sequence=row.sequence, applies=row.applies),
+            replace(self.namespace, sequence=row.sequence, applies=row.applies),
             added=rows,
             added_steps=[row],
-            dropped=[],
-            dropped_steps=[],
             rows_after={key: [new] for key, new in rows.items()},
         )
         older = [found.located.extent for key in rows for found in self._contents.rows.get(key, ())]
@@ -222,8 +250,7 @@ class Ledger:
         visible = self.visible_steps(held_steps, published=prepared.step)
         rows_after, dropped = self._thinned({}, sorted(visible))
         return self._publication(
-            namespace=self._next_epoch(prepared) if for_writer else self.namespace,
-            added={},
+            self._next_epoch(prepared) if for_writer else self.namespace,
             added_steps=[replace(prepared, is_prepared=False)],
             dropped=dropped,
             dropped_steps=[row for row in self._contents.steps.values() if row.step not in visible],
@@ -240,7 +267,7 @@ class Ledger:
             rows = self._contents.rows.get(key, [])
             if key in added:
                 rows = [*rows, added[key]]
-            rows_after[key] = kept = _in_force(rows, visible)
+            rows_after[key] = kept = in_force(rows, visible)
             if len(kept) < len(rows):
                 dropped.extend((key, row) for row in rows if row not in kept)
         return rows_after, dropped
@@ -248,14 +275,8 @@ class Ledger:
     def plan_snapshot(self, step: int) -> Publication:
         """Plans to make `step` a snapshot. Raises StepDropped if there is no such step."""
         marked = replace(self.step(step), is_snapshot=True)
-        return self._publication(
-            namespace=self.namespace,
-            added={},
-            added_steps=[marked],
-            dropped=[],
-            dropped_steps=[],
-            rows_after={key: self._contents.rows[key] for key in self._layered},
-        )
+        rows_after = {key: self._contents.rows[key] for key in self._layered}
+        return self._publication(self.namespace, added_steps=[marked], rows_after=rows_after)
 
     def plan_drop_snapshot(self, step: int, held_steps: Iterable[int]) -> Publication:
         """Plans to make the snapshot `step` an ordinary step, which may go at once. Raises StepDropped if it is no snapshot."""
@@ -266,13 +287,19 @@ class Ledger:
         rows_after, dropped = self._thinned({}, sorted(visible))
         stays = step in visible
         return self._publication(
-            namespace=self.namespace,
-            added={},
+            self.namespace,
             added_steps=[replace(row, is_snapshot=False)] if stays else [],
             dropped=dropped,
             dropped_steps=[other for other in self._contents.steps.values() if other.step not in visible],
             rows_after=rows_after,
         )
+
+    def plan_give_back(self) -> Publication:
+        """Plans to drop all steps that have borrowed their room."""
+        older, steps = self.borrowing_steps, self._contents.steps
+        rows_after, dropped = self._thinned({}, sorted(frozenset(steps) - older))
+        dropped_steps = [steps[step] for step in older]
+        return self._publication(self.namespace, dropped=dropped, dropped_steps=dropped_steps, rows_after=rows_after)
 
     def check_rollback(self, step: int) -> None:
         """Checks that a rollback to `step` is possible. Raises StepDropped if there is no such step, StepPrepared if it is not
@@ -302,9 +329,7 @@ class Ledger:
         dropped = [(key, row) for key, row in self._all_rows() if not _stands(row.first_step, target)]
         touched = self._layered.union(key for key, _ in dropped)
         return self._publication(
-            namespace=self._next_epoch(target),
-            added={},
-            added_steps=[],
+            self._next_epoch(target),
             dropped=dropped,
             dropped_steps=[row for row in self._contents.steps.values() if not _stands(row.step, target)],
             rows_after={
@@ -338,31 +363,22 @@ class Ledger:
         for _, step_row in publication.put_steps:
             contents.steps[step_row.step] = step_row
         self._layered = publication.keys_layered
+        self.borrowed_rows = publication.borrowed_rows
 
     def _publication(
-        self,
-        *,
-        namespace: NamespaceRow,
-        added: Mapping[ExpertKey, Row],
-        added_steps: Iterable[StepRow],
-        dropped: list[tuple[ExpertKey, Row]],
-        dropped_steps: list[StepRow],
+        self, namespace: NamespaceRow, *, added: Mapping[ExpertKey, Row] = EMPTY, added_steps: Sequence[StepRow] = (),
+        dropped: Sequence[tuple[ExpertKey, Row]] = (), dropped_steps: Sequence[StepRow] = (),
         rows_after: Mapping[ExpertKey, list[Row]],
-    ) -> Publication:
+    ) -> Publication:  # fmt: skip
         """Makes a publication. rows_after: those of every key that has several rows before or after, or whose rows change."""
-        name = namespace.name
-        return Publication(
-            namespace=namespace,
-            put_rows=[(name, key, row) for key, row in added.items()],
-            drop_rows=[(name, key, row.first_step) for key, row in dropped],
-            put_steps=tuple((name, row) for row in added_steps),
-            drop_steps=tuple((name, row.step) for row in dropped_steps),
-            freed=[row.located.extent for _, row in dropped],
-            freed_note_slots=tuple(row.note_slot for row in dropped_steps),
-            rows_after=rows_after,
-            keys_gone=frozenset(key for key, rows in rows_after.items() if not rows),
-            keys_layered=frozenset(key for key, rows in rows_after.items() if len(rows) > 1),
-        )
+        gone, put = {row.step for row in dropped_steps}, {row.step: row for row in added_steps}
+        steps_after = {step: row for step, row in self._contents.steps.items() if step not in gone} | put
+        entitled = sorted(frozenset(steps_after) - self._borrowing(steps_after.values()))
+        borrowed = borrowed_rows(rows_after.values(), entitled) if len(entitled) < len(steps_after) else 0
+        return publication_of(
+            namespace, added=added, added_steps=added_steps, dropped=dropped, dropped_steps=dropped_steps, rows_after=rows_after,
+            borrowed_rows=borrowed,
+        )  # fmt: skip
 
     def _all_rows(self) -> Iterator[tuple[ExpertKey, Row]]:
         return ((key, row) for key, rows in self._contents.rows.items() for row in rows)
@@ -376,18 +392,6 @@ class Ledger:
         kept_bounds = [(epoch, min(bounds[epoch], last_sequence)) for epoch in sorted(alive)]
         applies = target.applies if target is not None else 0
         return replace(row, epoch=row.epoch + 1, epoch_bounds=tuple(kept_bounds), applies=applies)
-
-
-def _in_force(rows: list[Row], visible: list[int]) -> list[Row]:
-    """The rows that are in force at some visible step, the newest among them. visible: sorted, not empty."""
-    if len(rows) == 1:
-        return rows
-    kept = [
-        row
-        for row, following in pairwise(rows)
-        if visible[bisect_left(visible, row.first_step)] < following.first_step
-    ]
-    return [*kept, rows[-1]]
 
 
 def _stands(step: int, target: StepRow | None) -> bool:

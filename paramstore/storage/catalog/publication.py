@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paramstore.core.key import ExpertKey
@@ -30,6 +30,8 @@ class Publication:
     """Row lists that `Ledger.settling` puts in place; made ahead, so that settling a large commit is short."""
     keys_gone: frozenset[ExpertKey] = field(repr=False)
     keys_layered: frozenset[ExpertKey] = field(repr=False)
+    borrowed_rows: int
+    """How many rows then have borrowed their room; see `Ledger`."""
 
     def change(self) -> Change:
         """The transaction that makes it durable."""
@@ -40,3 +42,25 @@ class Publication:
             put_steps=self.put_steps,
             drop_steps=self.drop_steps,
         )
+
+
+def publication_of(
+    namespace: NamespaceRow, *, added: Mapping[ExpertKey, Row], added_steps: Iterable[StepRow],
+    dropped: Sequence[tuple[ExpertKey, Row]], dropped_steps: Sequence[StepRow], rows_after: Mapping[ExpertKey, list[Row]],
+    borrowed_rows: int,
+) -> Publication:  # fmt: skip
+    """Makes a publication. rows_after: those of every key that has several rows before or after, or whose rows change."""
+    name = namespace.name
+    return Publication(
+        namespace=namespace,
+        put_rows=[(name, key, row) for key, row in added.items()],
+        drop_rows=[(name, key, row.first_step) for key, row in dropped],
+        put_steps=tuple((name, row) for row in added_steps),
+        drop_steps=tuple((name, row.step) for row in dropped_steps),
+        freed=[row.located.extent for _, row in dropped],
+        freed_note_slots=tuple(row.note_slot for row in dropped_steps),
+        rows_after=rows_after,
+        keys_gone=frozenset(key for key, rows in rows_after.items() if not rows),
+        keys_layered=frozenset(key for key, rows in rows_after.items() if len(rows) > 1),
+        borrowed_rows=borrowed_rows,
+    )

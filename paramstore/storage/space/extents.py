@@ -7,6 +7,8 @@ Free space is derived at open: every range is free unless a catalog row names it
 - A fenced volume (`fences`) gives no extent and no range for zero-fill; what is held there stays held and readable.
 - Written space comes first: never-written blocks halve the rate of write-back.
 - An owner (a namespace) takes more than it is entitled to only while what the others are entitled to stays free.
+- What an owner has *borrowed*, for older steps of readers, does not count as taken of its entitlement, and is of what nobody is
+  entitled to.
 - After somebody found no space, no range is taken for zero-fill until an extent is freed.
 
 A claimed extent counts as written, since whoever reserves one writes it; one that is released unwritten costs
@@ -56,6 +58,7 @@ class Space:
         self._held_bytes: dict[str, int] = {}
         """Bytes in `_taken` and `_leaving` of each owner; kept, since these are too many to count at every reserve."""
         self._entitled_bytes: dict[str, int] = {}
+        self._borrowed_bytes: dict[str, int] = {}
         self._is_short = False
         """Whether somebody found no space, and none was freed since."""
         self.pins = Pins()
@@ -89,6 +92,20 @@ class Space:
         """Entitles `owner` to hold `length_bytes`: nobody else gets what it needs for that. 0 ends it."""
         self._entitled_bytes[owner] = length_bytes
         self._is_short = False
+
+    def borrow(self, owner: str, length_bytes: int) -> None:
+        """Notes how much of what `owner` holds, or will hold once what it is about to release is free, it has borrowed. The caller
+        has asked `may_borrow` just before, where that is more than it was."""
+        self._borrowed_bytes[owner] = length_bytes
+
+    def may_borrow(self, owner: str, length_bytes: int, *, freed_bytes: int, slack_bytes: int) -> bool:
+        """Whether everybody, `owner` too, could take all that it is entitled to if `owner` had borrowed `length_bytes` of what it
+        holds, and released `freed_bytes`. slack_bytes: what may be free and of no use. False where a volume is fenced, unless it is
+        for nothing: space is short then."""
+        if length_bytes and len(self._usable()) < len(self._volumes):
+            return False
+        own = self._due_bytes(owner, borrowed_bytes=length_bytes) + freed_bytes
+        return max(0, own) + slack_bytes <= self._unpromised_bytes(owner) + freed_bytes
 
     def occupy(self, extent: Extent, *, owner: str = "") -> None:
         """Claims an extent that a catalog row of `owner` names; used when the store is opened.
@@ -160,21 +177,21 @@ class Space:
 
     def _room_bytes(self, owner: str) -> int:
         """Bytes that `owner` may still take: the rest of its entitlement, or what nobody else is entitled to, whichever is more."""
-        own = self._entitled_bytes.get(owner, 0) - self._held_bytes.get(owner, 0)
-        return max(0, own, self._unpromised_bytes(owner))
+        return max(0, self._due_bytes(owner), self._unpromised_bytes(owner))
+
+    def _due_bytes(self, owner: str, *, borrowed_bytes: int | None = None) -> int:
+        """Bytes of its entitlement that `owner` has not taken; below 0 where it has more. borrowed_bytes: None for those noted."""
+        borrowed = self._borrowed_bytes.get(owner, 0) if borrowed_bytes is None else borrowed_bytes
+        return self._entitled_bytes.get(owner, 0) - self._held_bytes.get(owner, 0) + borrowed
 
     def _unpromised_bytes(self, owner: str) -> int:
         """Bytes that are free, or will be after zero-fill, beyond what the others are entitled to; below 0 if they lack some."""
-        promised = sum(
-            max(0, entitled - self._held_bytes.get(other, 0))
-            for other, entitled in self._entitled_bytes.items() if other != owner
-        )  # fmt: skip
+        promised = sum(max(0, self._due_bytes(other)) for other in self._entitled_bytes if other != owner)
         return self.free_bytes + sum(volume.prefilling_bytes for volume in self._usable()) - promised
 
     def shortage_bytes(self, owner: str) -> int:
         """Bytes that are missing now of what `owner` is entitled to, because others hold more than they are entitled to."""
-        own = self._entitled_bytes.get(owner, 0) - self._held_bytes.get(owner, 0)
-        return max(0, own - self._unpromised_bytes(owner))
+        return max(0, self._due_bytes(owner) - self._unpromised_bytes(owner))
 
     def _claim(self, extent: Extent, owner: str) -> None:
         self._taken[extent] = owner
@@ -272,6 +289,10 @@ class Space:
     def entitled_bytes(self, owner: str) -> int:
         """Bytes that `owner` is entitled to hold."""
         return self._entitled_bytes.get(owner, 0)
+
+    def borrowed_bytes(self, owner: str) -> int:
+        """Bytes that `owner` has borrowed."""
+        return self._borrowed_bytes.get(owner, 0)
 
     @property
     def has_leaving(self) -> bool:

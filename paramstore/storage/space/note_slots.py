@@ -11,7 +11,7 @@ class NoteSlots:
     """The store's note slots, which are the same on every volume. Each step of each namespace takes one."""
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self.count = count
         self._free = list(range(count))
         self._taken: set[int] = set()
 
@@ -23,7 +23,7 @@ class NoteSlots:
         """Takes the lowest free slot. Raises CapacityError if there is none."""
         if not self._free:
             raise CapacityError(
-                f"all {self._count} commit note slots are in use, one per retained step, held step, prepared step and "
+                f"all {self.count} commit note slots are in use, one per retained step, held step, prepared step and "
                 "snapshot of every namespace: finalize prepared steps, drop snapshots, or close readers"
             )
         slot = heapq.heappop(self._free)
@@ -33,8 +33,8 @@ class NoteSlots:
     def occupy(self, slot: int) -> None:
         """Takes the slot that a step names when the store is opened. Raises CorruptCatalog if another step names it too, or there
         is no such slot."""
-        if not 0 <= slot < self._count:
-            raise CorruptCatalog(f"commit note slot {slot} is named by a step; the volumes have {self._count}")
+        if not 0 <= slot < self.count:
+            raise CorruptCatalog(f"commit note slot {slot} is named by a step; the volumes have {self.count}")
         if slot in self._taken:
             raise CorruptCatalog(f"commit note slot {slot} is named by two steps")
         self._free.remove(slot)

@@ -45,7 +45,7 @@ def _with_volumes(config: Config, catalog: Catalog, contents: Contents, steps: M
 
 def _verify(config: Config, contents: Contents, volumes: Mapping[int, Volume], steps: Mapping[int, State]) -> Verdict:
     store_uuid = contents.store_uuid
-    recovered = open_store(contents, volumes, retained_steps=config.retained_steps)
+    recovered = open_store(contents, volumes, retained_steps=config.retained_steps, held_steps=config.held_steps)
     for ledger in recovered.ledgers.values():
         verify_ledger(ledger, recovered, volumes, store_uuid, steps)
     verify_space(recovered, volumes, [extent for ledger in recovered.ledgers.values() for extent in ledger.extents()])

@@ -37,6 +37,7 @@ from paramstore.engine.transfers.transfers import Transfers
 from paramstore.errors import ConfigError, CorruptRecord, VolumeError
 from paramstore.storage.catalog.ledger import Ledger
 from paramstore.storage.format.structures import unpack_header
+from paramstore.storage.space.extents import Space
 from paramstore.storage.space.note_slots import NoteSlots
 from paramstore.storage.volume.backing_file import BackingFile
 from paramstore.testing.volumes import WrappedVolume
@@ -302,6 +303,15 @@ def _reuse_slot_on_hang_up() -> list[Patch]:
     return [(Peer, "is_watched", property(lambda self: False))]
 
 
+def _borrow_anyway() -> list[Patch]:
+    return [(Space, "may_borrow", lambda *_, **__: True)]
+
+
+def _forget_what_is_borrowed() -> list[Patch]:
+    return [(Space, "borrow", nothing)]
+
+
+_BORROWED = "tests/engine/steps/test_borrowed.py::"
 _SESSION_END = "tests/daemon/test_session_end.py::test_a_lease_lives_as_long_as_its_process_not_its_connection"
 _FORMAT = "tests/storage/format/test_structures.py::test_header_of_another_record_names_what_differs"
 _SHORT = "tests/storage/volume/test_backing_file.py::test_short_transfers_are_continued"
@@ -329,6 +339,14 @@ CANARIES = (
     Canary("skip_chunk_checks", "the bytes are not compared with the header's table", DAMAGE, _skip_chunk_checks),
     Canary("skip_identity_check", "a header's store, namespace, key and version are not compared", _FORMAT, _skip_identity_check),
     Canary("ignore_short_write", "what a short write left over is not written", _SHORT, _ignore_short_write),
+    Canary(
+        "borrow_anyway", "older steps keep room that somebody is entitled to",
+        _BORROWED + "test_two_namespaces_on_tight_volumes_never_lack_what_they_are_entitled_to[0]", _borrow_anyway,
+    ),
+    Canary(
+        "forget_borrowed", "borrowed room counts as taken of what its namespace is entitled to",
+        _BORROWED + "test_a_new_namespace_and_a_snapshot_get_back_what_older_steps_have_borrowed", _forget_what_is_borrowed,
+    ),
     Canary("reuse_slot_on_hang_up", "a lease ends with its connection", _SESSION_END, _reuse_slot_on_hang_up),
 )
 

@@ -14,6 +14,7 @@ from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.working_copies import WorkingPlanner
 from paramstore.engine.records.cleaner import Cleaner
 from paramstore.engine.records.update import Updater
+from paramstore.engine.steps.borrowed import Borrowed
 from paramstore.engine.steps.proof import Prover
 from paramstore.engine.steps.transactions import Transactions
 from paramstore.engine.tables.requests import Urgency
@@ -33,7 +34,8 @@ MARKERS = (
     "client died during its apply", "client died within a frame", "lease outlived its connection", "client that does not read",
     "read error reached who asked", "daemon stopped in order", "request that must be refused", "step committed again",
     "verify beside a commit", "all clients left", "step prepared and finalized", "writer died with a prepared step",
-    "writer met a prepared step", "prepared step committed by the next writer",
+    "writer met a prepared step", "prepared step committed by the next writer", "older step borrowed its room",
+    "older step gave its room back",
 )  # fmt: skip
 """Names of all markers. Each must be met LEAST times in a run, or the run proves too little."""
 LEAST = 20
@@ -61,6 +63,7 @@ def _probes(mark: Mark) -> list[tuple[Any, str, Callable[[Any], Any]]]:
         (WorkingPlanner, "discard", _before(lambda _, ns, working: working.state is Working.WRITING and mark("orphaned write"))),
         (CopyPlanner, "retire", _before(lambda _, ns, copy: copy.leases and mark("leased copy superseded"))),
         (Cleaner, "until_space", _before(lambda *_, **__: mark("space waited for"))),
+        (Borrowed, "choose", _of_borrowed(mark)),
         (Prover, "_distrust", _before(lambda *_: mark("failed flush broke a namespace"))),
         (Transactions, "_stop", _before(lambda *_: mark("store stopped"))),
         (Transactions, "_happened", _of_happened(mark)),
@@ -92,6 +95,21 @@ def _of_settle_write(mark: Mark) -> Callable[[Any], Any]:
             mark("failed write repeated elsewhere")
 
     return _before(look)
+
+
+def _of_borrowed(mark: Mark) -> Callable[[Any], Any]:
+    def probe(original: Any) -> Any:
+        def choose(self: Borrowed, namespace: Any, older: Any) -> tuple[int, ...]:
+            going: tuple[int, ...] = original(self, namespace, older)
+            if len(going) < len(older.steps):
+                mark("older step borrowed its room")
+            if going:
+                mark("older step gave its room back")
+            return going
+
+        return choose
+
+    return probe
 
 
 def _of_happened(mark: Mark) -> Callable[[Any], Any]:

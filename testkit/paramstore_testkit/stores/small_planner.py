@@ -34,6 +34,8 @@ from paramstore_testkit.stores.settling import begin_epoch, cut_of, free, settle
 
 SCHEMA = Schema.adamw({"w": (3, 5), "v": (7,)}, param_dtype="float32")
 OPTIONS = AdamW()
+HELD_STEPS = 2
+"""How many older steps stay for readers: it knows nothing of room."""
 
 
 class SmallPlanner(PlannerAlone):
@@ -143,7 +145,8 @@ class SmallPlanner(PlannerAlone):
         for working in list(cut.awaited()):
             self.write(working.key)
         row = StepRow(step, cut.sequence, step, len(cut.records), b"", cut.applies, log=pack_log(cut.log))
-        self.planner.views.drop_oldest_readers(self.namespace, step)
+        older = sorted(set(self.namespace.held_steps()) - self.namespace.steps.ledger.visible_steps((), published=step))
+        self.planner.views.drop_readers(self.namespace, older[:-HELD_STEPS])
         publication = self.namespace.steps.ledger.plan_publish(row, cut.located(), self.namespace.held_steps())
         settle(self.namespace.steps.ledger, publication)
         free(self.space, publication.freed)

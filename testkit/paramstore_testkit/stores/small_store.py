@@ -13,10 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
+from paramstore.config import Retention
 from paramstore.core.key import ExpertKey
 from paramstore.core.location import Identity
 from paramstore.core.optimizers import AdamW
 from paramstore.core.schema import Schema
+from paramstore.engine.capacity.entitlements import entitled_bytes, slack_bytes
 from paramstore.engine.store import Store
 from paramstore.engine.tables.arena import Arena
 from paramstore.engine.tables.namespace import LeaseRequest, NamespaceState, View
@@ -24,6 +26,7 @@ from paramstore.engine.transfers.routes import ImageWrite
 from paramstore.engine.transfers.scheduler import Transfer
 from paramstore.errors import ParamStoreError
 from paramstore.optim.tensors import field_tensor
+from paramstore.storage.format.structures import Superblock, extents_start_bytes
 from paramstore_testkit.disks.machine import MIB, Machine, PlainSegment
 from paramstore_testkit.oracles.experts import Tensors
 from paramstore_testkit.oracles.images import filled_values, gradient_of, initial_of, values_in
@@ -48,6 +51,13 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 
     asyncio.run(watched())
     assert not raised, raised
+
+
+def with_spare(records: int, *, held_steps: int = 0, namespaces: int = 1, **options: Any) -> Machine:
+    """A machine whose volume has what its namespaces are entitled to, and room for so many records more."""
+    entitled = entitled_bytes(SCHEMA, EXPERTS, Retention(held_steps=held_steps)) + slack_bytes([SCHEMA], 1)
+    size_bytes = extents_start_bytes(Superblock(bytes(16), bytes(16), 0)) + namespaces * entitled + records * SCHEMA.record_bytes
+    return Machine(volume_bytes=size_bytes, volume_size_bytes=size_bytes, held_steps=held_steps, **options)
 
 
 def keys_of(view: View) -> list[ExpertKey]:

@@ -12,7 +12,8 @@ from paramstore.core.location import Identity
 from paramstore.engine.tables.copies import ParamCopy
 from paramstore.engine.tables.namespace import LeaseRequest, View
 from paramstore.errors import CapacityError, LeaseError, ParamStoreError, StepDropped, StepFailed, WriterFenced
-from paramstore.limits import HELD_STEPS, RETAINED_STEPS
+from paramstore.limits import RETAINED_STEPS
+from paramstore_testkit.stores.small_planner import HELD_STEPS
 
 
 @dataclass(eq=False)

@@ -36,7 +36,8 @@ class Site:
 
     def __init__(self, *, experts: int = 8, **machine: Any) -> None:
         self.experts = experts
-        self.machine = Machine(**{"host_budget_bytes": 128 * MIB, "wait_timeout_s": 2.0, "reader_slots": 14, **machine})
+        settings = {"held_steps": 2, "host_budget_bytes": 128 * MIB, "wait_timeout_s": 2.0, "reader_slots": 14, **machine}
+        self.machine = Machine(**settings)
         self.store: Store = self.machine.start()
         self.view: View
         self.readers: list[View] = []

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from paramstore.errors import CatalogError, ParamStoreError, StepDropped
+from paramstore.errors import CatalogError, ParamStoreError
 from paramstore.limits import RETAINED_STEPS
 from paramstore.storage.catalog.base import Catalog
 from paramstore.storage.catalog.lmdb_catalog import LmdbCatalog
@@ -94,26 +94,6 @@ def test_a_rollback_gives_no_note_slot_of_a_retained_step_back() -> None:
         await site.store.rollback(site.view, 1)
         assert site.free_note_slots == free
         assert site.view.namespace.steps.ledger.steps() == [0, 1]
-
-    on_site(scenario)
-
-
-def test_a_reader_keeps_its_step_when_the_commit_that_would_drop_it_fails() -> None:
-    async def scenario(site: Site) -> None:
-        readers = []
-        for step in range(1, 4):
-            readers.append(await site.store.admission.open("moe", mode="read", at=None, host_bytes=None))
-            await train(site.store, site.view)
-            await site.store.committer.commit(site.view, step, b"")
-        await train(site.store, site.view)
-        fail(site, "apply")
-        with pytest.raises(CatalogError):
-            await site.store.committer.commit(site.view, 4, b"")
-        fail(site, "")
-        assert await versions(site.store, readers[0]) == [0, 0, 0, 0]
-        await site.store.committer.commit(site.view, 4, b"")
-        with pytest.raises(StepDropped):
-            await versions(site.store, readers[0])
 
     on_site(scenario)
 

@@ -15,7 +15,18 @@ from paramstore.errors import CatalogError, LeaseError, ParamStoreError, StepDro
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores import small_store
-from paramstore_testkit.stores.small_store import committed, create, first_values, keys_of, prepared, reader, run, train, turns
+from paramstore_testkit.stores.small_store import (
+    committed,
+    create,
+    first_values,
+    keys_of,
+    prepared,
+    reader,
+    run,
+    train,
+    turns,
+    with_spare,
+)
 from paramstore_testkit.trial import telling
 
 Told = asyncio.Task[dict[str, int]]
@@ -251,7 +262,7 @@ def test_waits_that_are_over_stand_nowhere() -> None:
 
 def test_a_refresh_to_a_step_goes_there_or_nowhere() -> None:
     async def scenario() -> None:
-        store, view = await committed(Machine(held_steps=0), 1)
+        store, view = await committed(with_spare(0), 1)
         follower = await reader(store)
         await commit(store, view, 2, keys=1)
         await commit(store, view, 3, keys=2)
@@ -288,7 +299,7 @@ def test_a_refresh_counts_the_keys_that_have_other_bytes() -> None:
 
 def test_a_refresh_from_a_step_that_is_gone_counts_the_same_and_all_keys_after_a_rollback() -> None:
     async def scenario() -> None:
-        store, view = await committed(Machine(held_steps=0), 1)
+        store, view = await committed(with_spare(0), 1)
         follower = await reader(store)
         for step, keys in ((2, 1), (3, 2), (4, 1), (5, 0)):
             await commit(store, view, step, keys)

@@ -9,7 +9,19 @@ import pytest
 from paramstore.errors import CatalogError, StepDropped, StepOutOfOrder, StepPrepared
 from paramstore.testing.catalogs import FaultyCatalog
 from paramstore_testkit.disks.machine import Machine
-from paramstore_testkit.stores.small_store import OPTIONS, create, keys_of, lease, prepared, push, reader, run, train, versions
+from paramstore_testkit.stores.small_store import (
+    OPTIONS,
+    create,
+    keys_of,
+    lease,
+    prepared,
+    push,
+    reader,
+    run,
+    train,
+    versions,
+    with_spare,
+)
 
 # --- prepare
 
@@ -158,7 +170,7 @@ def test_a_finalize_whose_transaction_raised_is_what_the_disk_says(outcome: Lite
 
 def test_the_oldest_of_too_many_readers_loses_its_step_at_finalize_and_not_before() -> None:
     async def scenario() -> None:
-        machine = Machine(held_steps=1, reader_slots=4)
+        machine = with_spare(0, held_steps=1, reader_slots=4)
         store, view = await prepared(machine)
         first = await reader(store, at=0)
         leased = await lease(store, first, keys_of(first)[:1])

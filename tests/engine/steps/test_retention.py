@@ -57,24 +57,6 @@ def test_as_many_of_the_newest_steps_stay_as_are_set(retained_steps: int) -> Non
     run(scenario())
 
 
-@pytest.mark.parametrize("held_steps", [0, 1, 3])
-def test_readers_hold_as_many_older_steps_as_are_set(held_steps: int) -> None:
-    async def scenario() -> None:
-        machine = Machine(held_steps=held_steps)
-        store = machine.start()
-        view = await create(store)
-        readers = [await reader(store)]
-        for step in range(1, 7):
-            await train(store, view)
-            await store.committer.commit(view, step, b"")
-            readers.append(await reader(store))
-        dropped = [one.step for one in readers if one.is_dropped]
-        assert dropped == list(range(5 - held_steps))
-        assert view.namespace.steps.ledger.steps() == list(range(5 - held_steps, 7))
-
-    run(scenario())
-
-
 def test_a_volume_of_fixed_size_needs_room_for_every_step_that_may_stay() -> None:
     async def scenario() -> None:
         records = (5 + 1 + 0) * 4 + 4
