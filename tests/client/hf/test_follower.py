@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,28 @@ from paramstore_client.hf.loading.served_place import ServedPlace
 from paramstore_client.hf.model.binding import layer_of
 from paramstore_client.hf.model.layout import experts_modules
 from paramstore_client.training.dense_files import DenseFile, dense_tensors
-from paramstore_testkit.processes.daemon_process import QUIET
-from paramstore_testkit.processes.forked_daemon import ForkedDaemon
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 from paramstore_testkit.training.moe_families import EXPERTS, tiny_config
 from paramstore_testkit.training.moe_models import tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+LENDS_NOTHING = """
+from paramstore.__main__ import main
+from paramstore.storage.space.extents import Space
+Space.may_borrow = lambda self, owner, length_bytes, **room: not length_bytes
+main()
+"""
 _names = (f"followed{number}" for number in itertools.count())
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A daemon that holds no older step for a reader: two commits drop the one that it stands on."""
+    """A daemon that lends no room to older steps: two commits drop the one on which a reader stands."""
     options = ("--host-budget", "128MiB", "--gradient-budget", "32MiB")
-    directory, settings = tmp_path_factory.mktemp("follow") / "store", {**QUIET, "PARAMSTORE_HELD_STEPS": "0"}
-    with ForkedDaemon(directory, *options, environment=settings) as daemon:
+    command = (sys.executable, "-c", LENDS_NOTHING, "serve")
+    with DaemonProcess(tmp_path_factory.mktemp("follow") / "store", *options, environment=QUIET, command=command) as daemon:
         yield daemon.address
 
 
