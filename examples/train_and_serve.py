@@ -32,7 +32,8 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 9
 
 def main(arguments):
     path = arguments.model or small_checkpoint(arguments.out / "small-model", **SMALL)
-    daemon = ps.ServeOptions(dir=str(arguments.out / "store"), host_budget=arguments.host_budget)
+    room = {"held_steps": 2}  # for a reader that computes with a step while the trainer goes on
+    daemon = ps.ServeOptions(dir=str(arguments.out / "store"), host_budget=arguments.host_budget, settings=room)
     with ps.connect(autostart=daemon, timeout_s=120) as store:
         command = [sys.executable, *sys.argv, "--train", "--model", str(path)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -86,8 +86,8 @@ def serve() -> Iterator[Callable[..., DaemonProcess]]:
     """Makes daemons, none of which outlives the test."""
     daemons: list[DaemonProcess] = []
 
-    def make(directory: Path, *arguments: str) -> DaemonProcess:
-        daemons.append(ForkedDaemon(directory, *(arguments or BUDGETS), environment=SETTINGS))
+    def make(directory: Path, *arguments: str, **settings: str) -> DaemonProcess:
+        daemons.append(ForkedDaemon(directory, *(arguments or BUDGETS), environment={**SETTINGS, **settings}))
         return daemons[-1]
 
     yield make

@@ -35,7 +35,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcess]:
 
 @pytest.fixture
 def daemon(directory: Path, serve: Serve) -> DaemonProcess:
-    return serve(directory).start()
+    return serve(directory, PARAMSTORE_HELD_STEPS="2").start()  # for who computes with a step while commits go on
 
 
 @pytest.fixture
