@@ -246,8 +246,6 @@ def connect(
         log=TransferLog(clock), sums=DeviceSums(is_kept=config.extent_leases > 0),
     )  # fmt: skip
     access = Access(transfers, wait_timeout_s=config.wait_timeout_s)
-    cleaner = Cleaner(transfers, access)
-    updater = Updater(transfers, access, cleaner, update_workers=update_workers)
     namespaces = {name: make_namespace(ledger) for name, ledger in recovered.ledgers.items()}
     transactions = Transactions(transfers, runner, catalog=catalog, namespaces=namespaces)
     prefill = Prefill(volumes, space=recovered.space, runner=runner, pump=partial(_go_on, transfers, namespaces))
@@ -258,6 +256,8 @@ def connect(
         measure=make_measure and make_measure(recovered.space, prefill, runner),
     )  # fmt: skip
     history = _history(transfers, runner, transactions, recovered, namespaces, volume_set, stall_s=config.wait_timeout_s)
+    cleaner = Cleaner(transfers, access, find_room=history.find_room)
+    updater = Updater(transfers, access, cleaner, update_workers=update_workers)
     prover = Prover(
         transfers, runner, transactions=transactions, volumes=volumes, superblocks=recovered.superblocks,
         note_slots=recovered.note_slots, namespaces=namespaces, flush_timeout_s=config.flush_timeout_s,

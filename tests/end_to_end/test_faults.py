@@ -169,7 +169,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """A daemon with room for two records and two `param` copies of them, and for four gradients."""
     directory = tmp_path_factory.mktemp("narrow") / "store"
     budgets = ("--host-budget", "12MiB", "--gradient-budget", "4MiB")
-    settings = {**QUIET, "PARAMSTORE_WAIT_TIMEOUT_S": "20"}
+    settings = {**QUIET, "PARAMSTORE_WAIT_TIMEOUT_S": "20", "PARAMSTORE_HELD_STEPS": "2"}
     with ForkedDaemon(directory, *budgets, environment=settings) as daemon:
         with ps.connect(daemon.address) as store:
             schema = ps.adamw_schema({"w": WIDE}, param_dtype="float32")

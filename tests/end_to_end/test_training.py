@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import paramstore as ps
-from paramstore_testkit.processes.daemon_process import DaemonProcess
+from paramstore_testkit.processes.daemon_process import QUIET, DaemonProcess
 from paramstore_testkit.processes.forked_daemon import ForkedDaemon
 
 pytestmark = pytest.mark.slow
@@ -150,7 +150,8 @@ class Reading:
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    with ForkedDaemon(tmp_path / "store", "--host-budget", HOST_BUDGET) as daemon:
+    held = {"PARAMSTORE_HELD_STEPS": "2"}  # the reader computes with a step while two more are committed
+    with ForkedDaemon(tmp_path / "store", "--host-budget", HOST_BUDGET, environment={**QUIET, **held}) as daemon:
         yield daemon
 
 

@@ -153,10 +153,13 @@ class ReaderMachine(RuleBasedStateMachine):
         self.end_commit()
 
     def _keep(self) -> None:
-        """The newest steps stay, snapshots, and those that readers hold, the oldest of too many not."""
+        """The newest steps stay, snapshots, and of those that readers hold the newest: as many as are set, and as there is room for
+        beside these, which is the store's to say."""
         kept = {*sorted(self.steps)[-self.retained :], *self.snapshots}
         old = sorted({reader.step for reader in self.readers if not reader.is_dropped} - kept)
-        self._only(kept.union(old[max(0, len(old) - self.held) :]))
+        stayed = len(set(old).intersection(self.writer.namespace.steps.ledger.steps()))
+        assert stayed >= min(len(old), self.held)
+        self._only(kept.union(old[len(old) - stayed :]))
 
     def _only(self, kept: set[int]) -> None:
         self.steps = {step: state for step, state in self.steps.items() if step in kept}

@@ -38,7 +38,7 @@ from paramstore.storage.volume.base import Volume, directory_of
 
 logger = logging.getLogger(__name__)
 
-GiveBack = Callable[[NamespaceState], Awaitable[None]]
+GiveBack = Callable[[NamespaceState], Awaitable[object]]
 
 RECORDED_BYTES = 16 << 30
 """A crash loses at most so much of the count of bytes written to a volume: a 35,000th of an endurance of 600 TB."""

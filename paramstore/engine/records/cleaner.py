@@ -7,7 +7,7 @@ under way.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from paramstore.core.key import ExpertKey
 from paramstore.core.residency import Working
@@ -25,9 +25,11 @@ from paramstore.errors import CapacityError, StepFailed
 class Cleaner:
     """Writes dirty records: ahead of eviction, for a cut, or because somebody asked."""
 
-    def __init__(self, transfers: Transfers, access: Access) -> None:
+    def __init__(self, transfers: Transfers, access: Access, *, find_room: Callable[[NamespaceState], Awaitable[bool]]) -> None:
+        """find_room: the last resort of a call that lacks space; whether some is free now, or comes free."""
         self._transfers = transfers
         self._access = access
+        self._find_room = find_room
 
     def clean_ahead(self, namespace: NamespaceState, wanted_slots: int, *, spared: Collection[ExpertKey] = ()) -> None:
         """Starts as many writes as are needed until `wanted_slots` slots are free, clean or being written, and until the dirty
@@ -83,8 +85,8 @@ class Cleaner:
             await self._access.changed(namespace, working)
 
     async def until_space(self, namespace: NamespaceState, *, for_cut: bool = False) -> bool:
-        """Waits until space that is about to come free (a commit's, a zero-fill's, that of reads and writes under way) may have
-        come: then True. False, at once, if there is none: waiting would be for nothing.
+        """Waits until space that is about to come free (a commit's, a zero-fill's, that of reads and writes under way, what older
+        steps have borrowed) may have come: then True. False, at once, if there is none: waiting would be for nothing.
 
         for_cut: the commit under way waits for the caller. Raises WaitTimeout, StepFailed on a broken namespace.
         """
@@ -95,7 +97,7 @@ class Cleaner:
         elif self._transfers.is_space_returning:
             await self._access.space_freed()
         else:
-            return False
+            return await self._find_room(namespace)
         return True
 
     async def write_back(self, namespace: NamespaceState, keys: Sequence[ExpertKey] | None) -> dict[str, int]:

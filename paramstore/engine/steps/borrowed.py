@@ -84,6 +84,10 @@ class Borrowed:
         self._space.borrow(namespace.name, kept * record_bytes)
         return older.steps[:count]
 
+    def borrowers(self) -> list[NamespaceState]:
+        """The namespaces that have borrowed room."""
+        return [namespace for namespace in self._namespaces.values() if namespace.steps.ledger.borrowing_steps]
+
     def settle(self, namespace: NamespaceState) -> None:
         """Notes what a namespace has borrowed, as its ledger says, which is up to date again."""
         self._space.borrow(namespace.name, namespace.steps.ledger.borrowed_rows * namespace.schema.record_bytes)

@@ -159,6 +159,8 @@ class Committer:
         note_slot: int | None = None
         try:
             self._transactions.check_accepting()
+            while not self._prover.has_slot and await self._history.find_room(namespace):
+                pass
             note_slot = self._prover.take_slot()
             row = replace(row, note_slot=note_slot)
             await self._write_and_prove(namespace, cut, row)

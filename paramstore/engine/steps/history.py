@@ -39,6 +39,8 @@ class History:
         self._note_slots = note_slots
         self._borrowed = borrowed
         self._stall_s = stall_s
+        self._giving: dict[str, asyncio.Future[bool]] = {}
+        """What gives room back now, by the name of its namespace."""
 
     async def publish_newest(
         self, namespace: NamespaceState, step: int, plan: Callable[[frozenset[int]], Publication], *,
@@ -232,27 +234,49 @@ class History:
 
     # --- snapshots, and older steps
 
-    async def give_back(self, namespace: NamespaceState) -> None:
-        """Drops the steps that have borrowed their room, whose readers lose them. Nothing to do where there is none, or while a
-        call of the writer has the turn, which may take as long as it likes: its next commit gives back what is lacked then."""
-        if namespace.writing.turn.locked() or not namespace.steps.ledger.borrowing_steps:
-            return
+    async def give_back(self, namespace: NamespaceState) -> bool:
+        """Drops the steps that have borrowed their room, whose readers lose them. Returns whether there were any. Nothing happens
+        while a call of the writer, or a commit, is under way, which may wait for others in turn: its end gives back what is lacked
+        then."""
+        if namespace.writing.turn.locked() or namespace.steps.cut is not None:
+            return False
         async with namespace.writing.turn:
-            await self.until_no_cut(namespace)
-            steps = namespace.steps.ledger.borrowing_steps
+            return await self._give_back(namespace)
+
+    async def find_room(self, namespace: NamespaceState) -> bool:
+        """Has older steps give back what they have borrowed, those of `namespace` first, then those of another: the last resort of
+        a call that lacks room of which so much was lost that what `namespace` is entitled to is not there. The call has the turn of
+        `namespace`, or its cut. Returns whether anything was given back."""
+        name = namespace.name
+        if name not in self._giving:
+            self._giving[name] = asyncio.ensure_future(self._give_back(namespace))
+            self._giving[name].add_done_callback(lambda _: self._giving.pop(name))
+        if await asyncio.shield(self._giving[name]):
+            return True
+        for other in self._borrowed.borrowers():
+            if other is not namespace and await self.give_back(other):
+                return True
+        return False
+
+    async def _give_back(self, namespace: NamespaceState) -> bool:
+        """The caller has the turn, and no commit is under way; or the cut of one whose step is still to be proven."""
+        steps = namespace.steps.ledger.borrowing_steps
+        if not steps:
+            return False
+        with self._transfers.deciding() as planner:
+            planner.views.close_steps(namespace, steps)
+            dropped = planner.views.drop_readers(namespace, steps)
+        try:
+            publication = await self._transactions.publish(namespace, namespace.steps.ledger.plan_give_back)
+        except BaseException:
             with self._transfers.deciding() as planner:
-                planner.views.close_steps(namespace, steps)
-                dropped = planner.views.drop_readers(namespace, steps)
-            try:
-                publication = await self._transactions.publish(namespace, namespace.steps.ledger.plan_give_back)
-            except BaseException:
-                with self._transfers.deciding() as planner:
-                    planner.views.give_back(dropped)
-                self._open_steps(namespace)
-                raise
-            await in_slices(self.settling(namespace, publication))
-            self._borrowed.settle(namespace)
-            self._see_less(namespace)
+                planner.views.give_back(dropped)
+            self._open_steps(namespace)
+            raise
+        await in_slices(self.settling(namespace, publication))
+        self._borrowed.settle(namespace)
+        self._see_less(namespace)
+        return True
 
     async def snapshot(self, namespace: NamespaceState, step: int, *, is_kept: bool) -> None:
         """Makes `step` a snapshot (`is_kept`), or an ordinary step again; on return that is durable.

@@ -47,6 +47,11 @@ class Prover:
         self._bad_slots: set[int] = set()
         """Note slots that a note could not be written to, or may still be; they are not tried again before a restart."""
 
+    @property
+    def has_slot(self) -> bool:
+        """Whether a note slot is free."""
+        return self._note_slots.free_count > 0
+
     def take_slot(self) -> int:
         """Takes the note slot of a step to be proven. Raises CapacityError where all are taken."""
         return self._note_slots.take()

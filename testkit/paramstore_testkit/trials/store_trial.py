@@ -175,6 +175,8 @@ class StoreTrial(Trial):
         except (StepDropped, TicketCancelled, WriterFenced):
             return
         except LeaseError:  # copies that the writer holds became an older step's, and take slots beside the ones it waited for
+            if request.view.is_closed:
+                return  # its rank was lost
             assert request.view.step is None
             assert len(self.history) > called_at
             assert any(copy.identity.version != self.model.working[copy.key].updates for copy in request.view.leased)

@@ -10,7 +10,9 @@ import pytest
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
 from paramstore.errors import CapacityError, CatalogError, StepDropped, VolumeError
+from paramstore.storage.format.structures import Superblock, extents_start_bytes
 from paramstore.testing.catalogs import FaultyCatalog
+from paramstore.testing.volumes import MemoryVolume
 from paramstore_testkit.disks.machine import Machine
 from paramstore_testkit.stores.small_store import (
     EXPERTS,
@@ -189,6 +191,91 @@ def test_nothing_is_borrowed_while_a_volume_is_fenced() -> None:
         assert not space.may_borrow("moe", 4 * RECORD_BYTES, freed_bytes=0, slack_bytes=0)
         await step_on(store, view, 3)
         assert (old.is_dropped, borrowed(store)) == (True, 0)
+
+    run(scenario())
+
+
+# --- room is lost
+
+
+def with_a_small_volume_and_a_large_one(*, namespaces: int = 1) -> Machine:
+    """The first has room for less than a state; the second for all that the namespaces are entitled to, and more."""
+    machine = with_spare(30, namespaces=namespaces)
+    small_bytes = extents_start_bytes(Superblock(bytes(16), bytes(16), 0)) + 12 * RECORD_BYTES
+    machine.disks = {0: MemoryVolume(small_bytes, index=0), 1: MemoryVolume(machine.disks[0].size_bytes, index=1)}
+    machine.volumes = dict(machine.disks)
+    return machine
+
+
+async def with_older_steps(store: Store, count: int) -> tuple[View, list[View]]:
+    """A namespace of which every record changes at each of so many steps, with a reader on each."""
+    view = await create(store)
+    readers = [await reader(store)]
+    for step in range(1, count):
+        await step_on(store, view, step)
+        readers.append(await reader(store))
+    return view, readers
+
+
+def test_where_a_volume_is_lost_older_steps_go_before_an_apply_or_a_commit_is_refused() -> None:
+    async def scenario() -> None:
+        store = with_a_small_volume_and_a_large_one().start()
+        view, readers = await with_older_steps(store, 14)
+        assert borrowed(store) >= 6 * EXPERTS
+        assert store.transfers.space.free_bytes_of(0) < EXPERTS * RECORD_BYTES
+        for _ in range(2):
+            store.transfers.space.fences.fail_write(1, VolumeError("EIO"))
+        await asyncio.gather(*(train(store, view) for _ in range(2)))
+        assert borrowed(store) == 0
+        assert [one.step for one in readers if not one.is_dropped] == [12, 13]
+        await store.committer.commit(view, 14, b"")
+        assert await versions(store, view) == [15] * EXPERTS
+        assert view.namespace.steps.ledger.steps() == [13, 14]
+
+    run(scenario())
+
+
+def test_where_a_volume_is_lost_older_steps_of_another_namespace_go_too() -> None:
+    async def scenario() -> None:
+        store = with_a_small_volume_and_a_large_one(namespaces=2).start()
+        other = await create(store, "other")
+        view, readers = await with_older_steps(store, 14)
+        assert borrowed(store) >= 6 * EXPERTS
+        for _ in range(2):
+            store.transfers.space.fences.fail_write(1, VolumeError("EIO"))
+        for step in range(1, 3):
+            await step_on(store, other, step)
+        assert (borrowed(store), [one.step for one in readers if not one.is_dropped]) == (0, [12, 13])
+        assert await versions(store, view) == [13] * EXPERTS
+
+    run(scenario())
+
+
+def test_where_note_slots_are_used_up_older_steps_give_back_theirs() -> None:
+    async def scenario() -> None:
+        store = with_spare(400).start()
+        view, readers = await with_older_steps(store, 12)
+        slots = store.history._note_slots
+        while slots.free_count:
+            slots.take()
+        await step_on(store, view, 12)
+        assert [one.step for one in readers if not one.is_dropped] == [11]
+        assert slots.free_count == 10 - 1 + 1, "of ten older steps, without the new one's, and that of the step that it replaced"
+
+    run(scenario())
+
+
+def test_several_updates_that_lack_room_at_once_have_it_given_back_once() -> None:
+    async def scenario() -> None:
+        store = with_spare(8).start()
+        view, readers = await with_older_steps(store, 5)
+        assert borrowed(store) == 8
+        async with view.namespace.writing.turn:
+            found = await asyncio.gather(*(store.history.find_room(view.namespace) for _ in range(3)))
+        assert found == [True, True, True]
+        assert (borrowed(store), [one.step for one in readers if not one.is_dropped]) == (0, [3, 4])
+        async with view.namespace.writing.turn:
+            assert not await store.history.find_room(view.namespace)
 
     run(scenario())
 
