@@ -25,6 +25,7 @@ from paramstore.daemon.session import Session
 from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.planner.working_copies import WorkingPlanner
+from paramstore.engine.steps.history import History
 from paramstore.engine.tables.namespace import NamespaceState, View
 from paramstore.storage.space.extents import Space
 from paramstore_testkit.bugs.canaries import planted
@@ -36,7 +37,8 @@ FEWER_SEEDS, FEWER_LEAST = SEEDS[:50], 2
 """Those of every run, and how often each marker is met in them: an eighth of all, which are for `make soak`."""
 REPEATED_SEEDS = range(1, 6)
 FINDS_FIRST = {
-    "ignore_failed_write": 59, "believe_unknown": 10, "forget_waiting_prefetches": 127, "fence_nobody": 43, "borrow_anyway": 87,
+    "ignore_failed_write": 59, "believe_unknown": 10, "forget_waiting_prefetches": 127, "fence_nobody": 43,
+    "keep_borrowed_room": 87,
 }  # fmt: skip
 """Where the search for a bug begins that few seeds find: it goes on from there, and over all of them."""
 CORE_S_MAX = 300.0
@@ -175,15 +177,19 @@ def _leak_extent() -> list[tuple[Any, str, Any]]:
     return [(WorkingPlanner, "_replace_uncommitted", leak)]
 
 
-def _borrow_anyway() -> list[tuple[Any, str, Any]]:
-    """Older steps keep room that somebody is entitled to."""
-    return [(Space, "may_borrow", lambda *_, **__: True)]
+def _keep_borrowed_room() -> list[tuple[Any, str, Any]]:
+    """Older steps keep room that somebody is entitled to, and give none back."""
+
+    async def find_room(*_: Any) -> bool:
+        return False
+
+    return [(Space, "may_borrow", lambda *_, **__: True), (History, "find_room", find_room)]
 
 
 OWN: dict[str, Callable[[], list[tuple[Any, str, Any]]]] = {
     "forget_waiting_prefetches": _forget_waiting_prefetches, "keep_pending": _keep_pending, "fence_nobody": _fence_nobody,
     "evict_leased": _evict_leased, "leak_leases": _leak_leases, "leak_extent": _leak_extent,
-    "borrow_anyway": _borrow_anyway,
+    "keep_borrowed_room": _keep_borrowed_room,
 }  # fmt: skip
 KNOWN = (
     "skip_flush", "publish_before_written", "ignore_failed_write", "reuse_extent_at_once", "believe_unknown", "retain_one_step",

@@ -341,7 +341,7 @@ CANARIES = (
     Canary("ignore_short_write", "what a short write left over is not written", _SHORT, _ignore_short_write),
     Canary(
         "borrow_anyway", "older steps keep room that somebody is entitled to",
-        _BORROWED + "test_two_namespaces_on_tight_volumes_never_lack_what_they_are_entitled_to[0]", _borrow_anyway,
+        _BORROWED + "test_as_many_older_steps_stay_as_there_is_room_for_and_the_oldest_goes_first[0-0]", _borrow_anyway,
     ),
     Canary(
         "forget_borrowed", "borrowed room counts as taken of what its namespace is entitled to",
