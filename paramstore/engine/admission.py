@@ -239,6 +239,8 @@ class Admission:
                 await self._history.snapshot(namespace, step, is_kept=True)
             finally:
                 self._volumes.entitle(namespace)  # to what there is now, whatever came of it
+            if self._volumes.space.shortage_bytes(namespace.name):
+                await self._history.give_back(namespace)  # older steps, of which the snapshot is none any more
 
     async def drop_snapshot(self, view: View, step: int) -> None:
         """Makes the snapshot `step` an ordinary step, which stays as long as any other would. Raises StepDropped if it is none, and

@@ -97,7 +97,7 @@ class VolumeSet:
         await self._make_room(others, namespace, needed_bytes, snapshots)
         self.space.entitle(namespace.name, needed_bytes)
         try:
-            await self._find_room(namespace, (*others, namespace), give_back)
+            await self._find_room(namespace, others, give_back)
         except BaseException:
             self.space.entitle(namespace.name, before_bytes)
             raise
@@ -105,13 +105,14 @@ class VolumeSet:
         logger.info("%s", self._needs(namespace, snapshots))
 
     async def _find_room(
-        self, namespace: NamespaceState, all_of_them: Iterable[NamespaceState], give_back: GiveBack | None
+        self, namespace: NamespaceState, others: Iterable[NamespaceState], give_back: GiveBack | None
     ) -> None:
-        """Sees to it that what `namespace` is entitled to is free: others hold more than their share at times."""
-        for other in all_of_them:
-            if give_back is not None and self.space.shortage_bytes(namespace.name) and self.space.borrowed_bytes(other.name):
+        """Sees to it that what `namespace` is entitled to is free, or borrowed by itself: others hold more than their share at
+        times."""
+        for other in others:
+            if give_back is not None and self._missing_bytes(namespace) and self.space.borrowed_bytes(other.name):
                 await give_back(other)
-        missing_bytes = self.space.shortage_bytes(namespace.name)
+        missing_bytes = self._missing_bytes(namespace)
         if missing_bytes and not self._may_grow:
             raise CapacityError(
                 self.space.fences.first(
@@ -121,6 +122,10 @@ class VolumeSet:
             )
         if missing_bytes:
             await self._grow(missing_bytes)
+
+    def _missing_bytes(self, namespace: NamespaceState) -> int:
+        """Bytes missing of what a namespace is entitled to, but for those that it has borrowed and gives back when it must."""
+        return max(0, self.space.shortage_bytes(namespace.name) - self.space.borrowed_bytes(namespace.name))
 
     async def keep_catalog_room(self, namespaces: Iterable[NamespaceState]) -> None:
         """Makes room in the catalog when a store is opened: it may not have any yet, or more steps may be kept from now on. Where

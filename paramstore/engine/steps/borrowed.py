@@ -58,8 +58,9 @@ class Borrowed:
             return Older()
         going = len(frozenset(ledger.steps()) - ledger.visible_steps(held_steps, published=published))
         count = partial(ledger.rows_until, published, changed, held_steps, steps)
-        others = [other.steps.ledger.borrowed_rows for other in self._namespaces.values() if other is not namespace]
-        kept_rows = self._kept_rows() + sum(others) + len(steps) * STEP_ROWS_BOUND
+        others = [other.steps.ledger for other in self._namespaces.values() if other is not namespace]
+        kept_rows = self._kept_rows() + sum(ledger.borrowed_rows for ledger in others)
+        kept_rows += (len(steps) + sum(len(ledger.borrowing_steps) for ledger in others)) * STEP_ROWS_BOUND
         (rows, unseen), has_room = await self._transactions.look(
             namespace, count, room_of=lambda found: kept_rows + sum(found[0])
         )
@@ -68,7 +69,6 @@ class Borrowed:
     def choose(self, namespace: NamespaceState, older: Older) -> tuple[int, ...]:
         """Chooses which steps of `older` go, and notes what the others have borrowed. Returns those that go."""
         if not older.steps:
-            self._space.borrow(namespace.name, 0)
             return ()
         record_bytes = namespace.schema.record_bytes
         kept, freed = sum(older.rows), older.unseen
@@ -81,7 +81,8 @@ class Borrowed:
             if is_last or (older.is_in_catalog and slots and fits):
                 break
             kept, freed = kept - rows, freed + rows
-        self._space.borrow(namespace.name, kept * record_bytes)
+        borrowed = max(kept * record_bytes, self._space.borrowed_bytes(namespace.name))
+        self._space.borrow(namespace.name, borrowed)  # less only when the transaction has happened
         return older.steps[:count]
 
     def borrowers(self) -> list[NamespaceState]:

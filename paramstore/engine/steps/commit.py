@@ -207,6 +207,7 @@ class Committer:
         """Makes everything that the step needs durable on every volume, with its commit note; what remains is the transaction."""
         await self._transactions.reserve(_changed_rows(cut))
         await self._write_unwritten(namespace, cut)
+        await self._history.until_given(namespace)
         await self._prover.prove(namespace, cut, row)
 
     async def _publish_cut(self, namespace: NamespaceState, cut: Cut, row: StepRow) -> Publication:

@@ -80,6 +80,7 @@ class History:
         yield from self._freeing(publication.freed)
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
+        self._borrowed.settle(namespace)
         yield from emptied(publication.put_rows, publication.drop_rows, publication.freed)
 
     def _freeing(self, extents: Sequence[Extent]) -> Iterator[None]:
@@ -129,14 +130,15 @@ class History:
             planner.views.close_steps(namespace, ())
 
     async def until_no_cut(self, namespace: NamespaceState) -> None:
-        """Returns when no commit of `namespace` is under way. The caller has the turn, so none begins. Raises WaitTimeout
-        where nothing moves any more, CatalogError."""
+        """Returns when no commit of `namespace` is under way, and no room of it is being given back. The caller has the turn, so
+        none begins. Raises WaitTimeout where nothing moves any more, CatalogError."""
         while namespace.steps.cut is not None:
             self._transactions.check_accepting()
             future = asyncio.get_running_loop().create_future()
             await_change(namespace.steps.cut_waiters, future)
             what = f"the commit of {namespace.name!r} under way"
             await until_woken(future, self._runner, stall_s=self._stall_s, what=what)
+        await self.until_given(namespace)
 
     async def rollback(self, namespace: NamespaceState, *, to_step: int | None = None) -> None:
         """Rolls back to `to_step`, or (None) to the newest step when earlier calls are through, which may be a prepared one.
@@ -236,27 +238,45 @@ class History:
 
     async def give_back(self, namespace: NamespaceState) -> bool:
         """Drops the steps that have borrowed their room, whose readers lose them. Returns whether there were any. Nothing happens
-        while a call of the writer, or a commit, is under way, which may wait for others in turn: its end gives back what is lacked
-        then."""
+        while a call of the writer, or a commit, is under way, which may wait for others in turn."""
+        if namespace.name in self._giving:
+            return await self._given_back(namespace)
         if namespace.writing.turn.locked() or namespace.steps.cut is not None:
             return False
         async with namespace.writing.turn:
-            return await self._give_back(namespace)
+            if namespace.steps.cut is not None:  # of a commit that waited for the turn already
+                return False
+            return await self._given_back(namespace)
 
     async def find_room(self, namespace: NamespaceState) -> bool:
         """Has older steps give back what they have borrowed, those of `namespace` first, then those of another: the last resort of
         a call that lacks room of which so much was lost that what `namespace` is entitled to is not there. The call has the turn of
         `namespace`, or its cut. Returns whether anything was given back."""
-        name = namespace.name
-        if name not in self._giving:
-            self._giving[name] = asyncio.ensure_future(self._give_back(namespace))
-            self._giving[name].add_done_callback(lambda _: self._giving.pop(name))
-        if await asyncio.shield(self._giving[name]):
+        if await self._given_back(namespace):
             return True
         for other in self._borrowed.borrowers():
             if other is not namespace and await self.give_back(other):
                 return True
         return False
+
+    async def _given_back(self, namespace: NamespaceState) -> bool:
+        """Joins what gives back the namespace's borrowed room, or begins it. It goes on where who waits is cancelled: its
+        transaction may have begun, and memory must follow."""
+        name = namespace.name
+        if name not in self._giving:
+            self._giving[name] = task = asyncio.ensure_future(self._give_back(namespace))
+            task.add_done_callback(partial(self._end_giving, name))
+        return await asyncio.shield(self._giving[name])
+
+    def _end_giving(self, name: str, task: asyncio.Future[bool]) -> None:
+        del self._giving[name]
+        if not task.cancelled():
+            task.exception()  # told to those who waited, if any did
+
+    async def until_given(self, namespace: NamespaceState) -> None:
+        """Returns when no room of the namespace is being given back, however that has ended."""
+        while namespace.name in self._giving:
+            await asyncio.wait([self._giving[namespace.name]])
 
     async def _give_back(self, namespace: NamespaceState) -> bool:
         """The caller has the turn, and no commit is under way; or the cut of one whose step is still to be proven."""
@@ -274,7 +294,6 @@ class History:
             self._open_steps(namespace)
             raise
         await in_slices(self.settling(namespace, publication))
-        self._borrowed.settle(namespace)
         self._see_less(namespace)
         return True
 

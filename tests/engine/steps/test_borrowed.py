@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from random import Random
+from typing import Any
 
 import pytest
 
 from paramstore.engine.store import Store
 from paramstore.engine.tables.namespace import View
+from paramstore.engine.transfers.runner import CATALOG_LANE
 from paramstore.errors import CapacityError, CatalogError, StepDropped, VolumeError
 from paramstore.storage.format.structures import Superblock, extents_start_bytes
 from paramstore.testing.catalogs import FaultyCatalog
@@ -24,6 +26,7 @@ from paramstore_testkit.stores.small_store import (
     reader,
     run,
     train,
+    turns,
     versions,
     with_spare,
 )
@@ -280,7 +283,95 @@ def test_several_updates_that_lack_room_at_once_have_it_given_back_once() -> Non
     run(scenario())
 
 
+async def held_up(store: Store, *, give_back: bool) -> tuple[asyncio.Event, asyncio.Task[bool]]:
+    """Begins to give back room, in a transaction that waits for the event. give_back: as for another namespace."""
+    call, event = store.transfers.runner.call, asyncio.Event()
+
+    async def waits(lane: Any, work: Any, **named: Any) -> Any:
+        if lane == CATALOG_LANE:
+            await event.wait()
+        return await call(lane, work, **named)
+
+    store.transfers.runner.call = waits  # type: ignore[method-assign]
+    namespace = store.namespaces["moe"]
+    task = asyncio.ensure_future(store.history.give_back(namespace) if give_back else store.history.find_room(namespace))
+    await turns()
+    assert namespace.steps.closing_steps
+    return event, task
+
+
+@pytest.mark.parametrize("give_back", [False, True])
+def test_what_gives_room_back_goes_on_where_who_waits_is_cancelled_and_later_changes_wait_for_it(give_back: bool) -> None:
+    async def scenario() -> None:
+        store = with_spare(8).start()
+        view, readers = await with_older_steps(store, 5)
+        event, task = await held_up(store, give_back=give_back)
+        task.cancel()
+        rollback = asyncio.ensure_future(store.rollback(view, 4))
+        await turns()
+        assert not rollback.done()
+        event.set()
+        await rollback
+        assert [one.step for one in readers if not one.is_dropped] == [3, 4] == view.namespace.steps.ledger.steps()
+        assert borrowed(store) == 0
+        for step in (5, 6, 7):
+            await step_on(store, view, step)
+        assert await versions(store, view) == [7] * EXPERTS
+
+    run(scenario())
+
+
+def test_two_who_lack_room_join_what_gives_it_back() -> None:
+    async def scenario() -> None:
+        store = with_spare(8).start()
+        view, _ = await with_older_steps(store, 5)
+        event, task = await held_up(store, give_back=True)
+        other = asyncio.ensure_future(store.history.give_back(view.namespace))
+        await turns()
+        event.set()
+        assert await asyncio.gather(task, other) == [True, True]
+
+    run(scenario())
+
+
+def test_a_commit_that_came_first_keeps_room_from_being_given_back() -> None:
+    async def scenario() -> None:
+        store = with_spare(8).start()
+        view, readers = await with_older_steps(store, 5)
+        await view.namespace.writing.turn.acquire()
+        await asyncio.sleep(0)
+        commit = asyncio.ensure_future(store.committer.commit(view, 5, b""))
+        await turns()
+        view.namespace.writing.turn.release()  # the commit is woken, and has not begun
+        assert not await store.history.give_back(view.namespace)
+        await commit
+        assert [one.step for one in readers if not one.is_dropped] == view.namespace.steps.ledger.steps()[:-1]
+
+    run(scenario())
+
+
 # --- others need the room
+
+
+def test_a_snapshot_of_an_older_step_keeps_it_where_its_rows_are_there_already() -> None:
+    async def scenario() -> None:
+        store = with_spare(EXPERTS).start()
+        view = await create(store)
+        old = await reader(store)
+        for step in (1, 2):
+            await step_on(store, view, step)
+        assert borrowed(store) == 4
+        async with view.namespace.writing.turn:
+            snapshot = asyncio.ensure_future(store.admission.snapshot(view, 0))
+            await turns()
+        await snapshot
+        assert (old.is_dropped, borrowed(store)) == (False, 0)
+        for step in range(3, 6):
+            await step_on(store, view, step)
+        assert view.namespace.steps.ledger.steps() == [0, 4, 5]
+        assert await versions(store, old) == [0] * EXPERTS
+
+    run(scenario())
 
 
 def test_a_new_namespace_and_a_snapshot_get_back_what_older_steps_have_borrowed() -> None:
