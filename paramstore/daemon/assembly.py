@@ -296,6 +296,8 @@ def _history(
         kept_rows=partial(volume_set.kept_rows, namespaces.values()),
         slack_bytes=partial(volume_set.slack_bytes, namespaces.values()),
     )  # fmt: skip
+    for namespace in namespaces.values():
+        borrowed.settle(namespace)
     return History(transfers, runner, transactions, recovered.note_slots, borrowed, stall_s=stall_s)
 
 

@@ -25,9 +25,7 @@ from paramstore.daemon.session import Session
 from paramstore.engine.planner.param_copies import CopyPlanner
 from paramstore.engine.planner.planner import Planner
 from paramstore.engine.planner.working_copies import WorkingPlanner
-from paramstore.engine.steps.history import History
 from paramstore.engine.tables.namespace import NamespaceState, View
-from paramstore.storage.space.extents import Space
 from paramstore_testkit.bugs.canaries import planted
 from paramstore_testkit.sim.markers import LEAST, MARKERS
 from paramstore_testkit.sim.run import REQUESTS, Figures, report, run_seed, run_seeds
@@ -177,23 +175,13 @@ def _leak_extent() -> list[tuple[Any, str, Any]]:
     return [(WorkingPlanner, "_replace_uncommitted", leak)]
 
 
-def _keep_borrowed_room() -> list[tuple[Any, str, Any]]:
-    """Older steps keep room that somebody is entitled to, and give none back."""
-
-    async def find_room(*_: Any) -> bool:
-        return False
-
-    return [(Space, "may_borrow", lambda *_, **__: True), (History, "find_room", find_room)]
-
-
 OWN: dict[str, Callable[[], list[tuple[Any, str, Any]]]] = {
     "forget_waiting_prefetches": _forget_waiting_prefetches, "keep_pending": _keep_pending, "fence_nobody": _fence_nobody,
     "evict_leased": _evict_leased, "leak_leases": _leak_leases, "leak_extent": _leak_extent,
-    "keep_borrowed_room": _keep_borrowed_room,
 }  # fmt: skip
 KNOWN = (
     "skip_flush", "publish_before_written", "ignore_failed_write", "reuse_extent_at_once", "believe_unknown", "retain_one_step",
-    "load_older", "drop_at_prepare", "finalize_in_memory",
+    "load_older", "drop_at_prepare", "finalize_in_memory", "keep_borrowed_room",
 )  # fmt: skip
 """Of `paramstore_testkit.bugs.canaries`: those that a simulation can meet."""
 

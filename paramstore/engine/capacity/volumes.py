@@ -72,11 +72,8 @@ class VolumeSet:
         self.speeds = Speeds(volumes, space, runner, measure)
 
     def entitle(self, namespace: NamespaceState) -> None:
-        """Entitles an existing namespace to what it may take now, with the snapshots that it has; and notes what older steps have
-        borrowed: a snapshot that is dropped may go on as one of them."""
-        ledger = namespace.steps.ledger
-        self.space.entitle(namespace.name, self._entitled(namespace, snapshots=len(ledger.snapshots())))
-        self.space.borrow(namespace.name, ledger.borrowed_rows * namespace.schema.record_bytes)
+        """Entitles an existing namespace to what it may take now, with the snapshots that it has."""
+        self.space.entitle(namespace.name, self._entitled(namespace, snapshots=len(namespace.steps.ledger.snapshots())))
 
     def _entitled(self, namespace: NamespaceState, *, snapshots: int) -> int:
         return entitled_bytes(namespace.schema, len(namespace.keys), self._retention, snapshots=snapshots)
@@ -105,14 +102,15 @@ class VolumeSet:
         logger.info("%s", self._needs(namespace, snapshots))
 
     async def _find_room(
-        self, namespace: NamespaceState, others: Iterable[NamespaceState], give_back: GiveBack | None
+        self, namespace: NamespaceState, others: Sequence[NamespaceState], give_back: GiveBack | None
     ) -> None:
         """Sees to it that what `namespace` is entitled to is free, or borrowed by itself: others hold more than their share at
         times."""
+        slack_bytes = self.slack_bytes((namespace, *others))
         for other in others:
-            if give_back is not None and self._missing_bytes(namespace) and self.space.borrowed_bytes(other.name):
+            if give_back is not None and self._missing_bytes(namespace, slack_bytes) and self.space.borrowed_bytes(other.name):
                 await give_back(other)
-        missing_bytes = self._missing_bytes(namespace)
+        missing_bytes = self._missing_bytes(namespace, slack_bytes)
         if missing_bytes and not self._may_grow:
             raise CapacityError(
                 self.space.fences.first(
@@ -123,9 +121,10 @@ class VolumeSet:
         if missing_bytes:
             await self._grow(missing_bytes)
 
-    def _missing_bytes(self, namespace: NamespaceState) -> int:
+    def _missing_bytes(self, namespace: NamespaceState, slack_bytes: int) -> int:
         """Bytes missing of what a namespace is entitled to, but for those that it has borrowed and gives back when it must."""
-        return max(0, self.space.shortage_bytes(namespace.name) - self.space.borrowed_bytes(namespace.name))
+        shortage_bytes = self.space.shortage_bytes(namespace.name, slack_bytes=slack_bytes)
+        return max(0, shortage_bytes - self.space.borrowed_bytes(namespace.name))
 
     async def keep_catalog_room(self, namespaces: Iterable[NamespaceState]) -> None:
         """Makes room in the catalog when a store is opened: it may not have any yet, or more steps may be kept from now on. Where
@@ -146,7 +145,7 @@ class VolumeSet:
             raise
 
     def kept_rows(self, namespaces: Iterable[NamespaceState]) -> int:
-        """How many rows of the catalog these namespaces are entitled to."""
+        """How many rows of the catalog these namespaces are entitled to, or have borrowed."""
         return sum(map(self._kept_rows, namespaces))
 
     def slack_bytes(self, namespaces: Iterable[NamespaceState]) -> int:
@@ -154,10 +153,13 @@ class VolumeSet:
         return slack_bytes((namespace.schema for namespace in namespaces), len(self.volumes))
 
     def _kept_rows(self, namespace: NamespaceState, *, snapshots: int | None = None) -> int:
-        """How many rows of the catalog a namespace may have: one for each record that it may have on the volumes, and its steps."""
-        count = len(namespace.steps.ledger.snapshots()) if snapshots is None else snapshots
+        """How many rows of the catalog a namespace may have: one for each record that it may have on the volumes, and its steps;
+        with those of older steps that have borrowed their room."""
+        ledger = namespace.steps.ledger
+        count = len(ledger.snapshots()) if snapshots is None else snapshots
         records = self._entitled(namespace, snapshots=count) // namespace.schema.record_bytes
-        return records + kept_steps(self._retention, count) * STEP_ROWS_BOUND
+        steps = kept_steps(self._retention, count) + len(ledger.borrowing_steps)
+        return records + ledger.borrowed_rows + steps * STEP_ROWS_BOUND
 
     def give_up(self, name: str) -> None:
         """Takes back the entitlement of a namespace that was not created after all. Volumes stay as large as they have become."""

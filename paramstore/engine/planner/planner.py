@@ -108,8 +108,7 @@ class Planner:
             missing = self.space.missing_bytes(count, record_bytes, owner=name)
             lack = (
                 f"namespace {name!r} holds {self.space.held_bytes(name)} bytes of the volumes and needs {count} more extents of "
-                f"{record_bytes} bytes; {missing} bytes are missing on the volumes: add a volume (--add-volume), or let readers "
-                "refresh"
+                f"{record_bytes} bytes; {missing} bytes are missing on the volumes: add a volume (--add-volume)"
             )
             raise CapacityError(self.space.fences.first(lack))
         for working, extent in zip(lacking, extents, strict=False):

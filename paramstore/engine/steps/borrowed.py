@@ -1,6 +1,6 @@
 """Which older steps stay for readers who stand on them: as many, the newest of them, as there is room for that nobody else is
-entitled to. What stays on the volumes, in the catalog and in note slots for such a step is borrowed, and is given back at the
-commit after which somebody would lack it.
+entitled to. What stays on the volumes, in the catalog and in note slots for such a step is borrowed. It is given back at the
+commit after which somebody would lack it, or to whoever lacks room before that (`History.find_room`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Borrowed:
         self, space: Space, note_slots: NoteSlots, transactions: Transactions, namespaces: Mapping[str, NamespaceState], *,
         kept_rows: Callable[[], int], slack_bytes: Callable[[], int],
     ) -> None:  # fmt: skip
-        """kept_rows: how many rows of the catalog all namespaces are entitled to. slack_bytes: how much of the volumes may be free
-        and of no use to any of them."""
+        """kept_rows: how many rows of the catalog all namespaces are entitled to, or have borrowed. slack_bytes: how much of the
+        volumes may be free and of no use to any of them."""
         self._space = space
         self._note_slots = note_slots
         self._transactions = transactions
@@ -58,9 +58,7 @@ class Borrowed:
             return Older()
         going = len(frozenset(ledger.steps()) - ledger.visible_steps(held_steps, published=published))
         count = partial(ledger.rows_until, published, changed, held_steps, steps)
-        others = [other.steps.ledger for other in self._namespaces.values() if other is not namespace]
-        kept_rows = self._kept_rows() + sum(ledger.borrowed_rows for ledger in others)
-        kept_rows += (len(steps) + sum(len(ledger.borrowing_steps) for ledger in others)) * STEP_ROWS_BOUND
+        kept_rows = self._kept_rows() + len(steps) * STEP_ROWS_BOUND  # with what it has borrowed up to now
         (rows, unseen), has_room = await self._transactions.look(
             namespace, count, room_of=lambda found: kept_rows + sum(found[0])
         )

@@ -80,8 +80,8 @@ class History:
         yield from self._freeing(publication.freed)
         for slot in publication.freed_note_slots:
             self._note_slots.free(slot)
-        self._borrowed.settle(namespace)
         yield from emptied(publication.put_rows, publication.drop_rows, publication.freed)
+        self._borrowed.settle(namespace)  # at the very end: whoever drops a snapshot takes back its entitlement in the same turn
 
     def _freeing(self, extents: Sequence[Extent]) -> Iterator[None]:
         for number, some in enumerate(slices(extents)):

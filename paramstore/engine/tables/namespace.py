@@ -180,7 +180,7 @@ class View:
         if self.is_writer and self.namespace.writing.is_rolling_back:
             raise StepFailed(f"namespace {self.namespace.name!r} is being rolled back: ask again when that call has returned")
         if self.is_dropped:
-            raise StepDropped(f"step {self.step} of {self.namespace.name!r} was dropped: newer commits needed its room; refresh()")
+            raise StepDropped(f"step {self.step} of {self.namespace.name!r} was dropped: its room was needed; refresh()")
 
     @property
     def log(self) -> ApplyLog:

@@ -72,10 +72,10 @@ class Ledger:
     @property
     def borrowing_steps(self) -> frozenset[int]:
         """The steps that have borrowed their room."""
-        return self._borrowing(self._contents.steps.values())
+        return frozenset(self._borrowing(self.steps(), self.snapshots()))
 
-    def _borrowing(self, steps: Iterable[StepRow]) -> frozenset[int]:
-        return borrowing(steps, retained_steps=self._retained_steps, held_steps=self._held_steps)
+    def _borrowing(self, committed: Iterable[int], snapshots: Iterable[int]) -> list[int]:
+        return borrowing(committed, set(snapshots), retained_steps=self._retained_steps, held_steps=self._held_steps)
 
     @property
     def prepared_step(self) -> int | None:
@@ -169,8 +169,7 @@ class Ledger:
 
     def borrowing_after(self, published: int, held_steps: Iterable[int]) -> list[int]:
         """The steps that stay for readers on `held_steps` once `published` is committed, and have borrowed their room then."""
-        older = frozenset([*self.steps(), published]).intersection(held_steps) - self.visible_steps((), published=published)
-        return sorted(older)[: max(0, len(older) - self._held_steps)]
+        return self._borrowing(self.visible_steps(held_steps, published=published), self.snapshots())
 
     def rows_until(
         self, published: int, changed: Iterable[ExpertKey], held_steps: Iterable[int], older: Sequence[int]
@@ -373,8 +372,10 @@ class Ledger:
         """Makes a publication. rows_after: those of every key that has several rows before or after, or whose rows change."""
         gone, put = {row.step for row in dropped_steps}, {row.step: row for row in added_steps}
         steps_after = {step: row for step, row in self._contents.steps.items() if step not in gone} | put
-        entitled = sorted(frozenset(steps_after) - self._borrowing(steps_after.values()))
-        borrowed = borrowed_rows(rows_after.values(), entitled) if len(entitled) < len(steps_after) else 0
+        committed = [step for step, row in steps_after.items() if step != DRAFT_STEP and not row.is_prepared]
+        older = self._borrowing(committed, (step for step in committed if steps_after[step].is_snapshot))
+        entitled = sorted(frozenset(steps_after).difference(older))
+        borrowed = borrowed_rows(rows_after.values(), entitled) if older else 0
         return publication_of(
             namespace, added=added, added_steps=added_steps, dropped=dropped, dropped_steps=dropped_steps, rows_after=rows_after,
             borrowed_rows=borrowed,

@@ -7,10 +7,10 @@ it, and with it the rows that no other step sees.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 
-from paramstore.storage.catalog.base import DRAFT_STEP, Row, StepRow
+from paramstore.storage.catalog.base import Row
 
 
 def in_force(rows: list[Row], visible: Sequence[int]) -> list[Row]:
@@ -21,11 +21,11 @@ def in_force(rows: list[Row], visible: Sequence[int]) -> list[Row]:
     return [*kept, rows[-1]]
 
 
-def borrowing(steps: Iterable[StepRow], *, retained_steps: int, held_steps: int) -> frozenset[int]:
-    """Those of existing `steps` that have borrowed their room. held_steps: how many older ones are entitled to theirs."""
-    committed = {row.step: row for row in steps if row.step != DRAFT_STEP and not row.is_prepared}
-    older = [step for step in sorted(committed)[:-retained_steps] if not committed[step].is_snapshot]
-    return frozenset(older[: max(0, len(older) - held_steps)])
+def borrowing(committed: Iterable[int], snapshots: Container[int], *, retained_steps: int, held_steps: int) -> list[int]:
+    """Those of all `committed` steps that have borrowed their room, oldest first. held_steps: how many older ones are entitled to
+    theirs."""
+    older = [step for step in sorted(committed)[:-retained_steps] if step not in snapshots]
+    return older[: max(0, len(older) - held_steps)]
 
 
 def borrowed_rows(rows: Iterable[list[Row]], entitled: Sequence[int]) -> int:

@@ -189,9 +189,10 @@ class Space:
         promised = sum(max(0, self._due_bytes(other)) for other in self._entitled_bytes if other != owner)
         return self.free_bytes + sum(volume.prefilling_bytes for volume in self._usable()) - promised
 
-    def shortage_bytes(self, owner: str) -> int:
-        """Bytes that are missing now of what `owner` is entitled to, because others hold more than they are entitled to."""
-        return max(0, self._due_bytes(owner) - self._unpromised_bytes(owner))
+    def shortage_bytes(self, owner: str, *, slack_bytes: int = 0) -> int:
+        """Bytes that are missing now of what `owner` is entitled to, because others hold more than they are entitled to.
+        slack_bytes: what may be free and of no use."""
+        return max(0, self._due_bytes(owner) + slack_bytes - self._unpromised_bytes(owner))
 
     def _claim(self, extent: Extent, owner: str) -> None:
         self._taken[extent] = owner

@@ -24,7 +24,7 @@ class NoteSlots:
         if not self._free:
             raise CapacityError(
                 f"all {self.count} commit note slots are in use, one per retained step, held step, prepared step and "
-                "snapshot of every namespace: finalize prepared steps, drop snapshots, or close readers"
+                "snapshot of every namespace: finalize prepared steps, or drop snapshots"
             )
         slot = heapq.heappop(self._free)
         self._taken.add(slot)

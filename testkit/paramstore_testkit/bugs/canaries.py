@@ -307,6 +307,13 @@ def _borrow_anyway() -> list[Patch]:
     return [(Space, "may_borrow", lambda *_, **__: True)]
 
 
+def _keep_borrowed_room() -> list[Patch]:
+    async def find_room(*_: Any) -> bool:
+        return False
+
+    return [*_borrow_anyway(), (History, "find_room", find_room)]
+
+
 def _forget_what_is_borrowed() -> list[Patch]:
     return [(Space, "borrow", nothing)]
 
@@ -342,6 +349,10 @@ CANARIES = (
     Canary(
         "borrow_anyway", "older steps keep room that somebody is entitled to",
         _BORROWED + "test_as_many_older_steps_stay_as_there_is_room_for_and_the_oldest_goes_first[0-0]", _borrow_anyway,
+    ),
+    Canary(
+        "keep_borrowed_room", "older steps keep room that somebody is entitled to, and give none back",
+        _BORROWED + "test_two_namespaces_on_tight_volumes_never_lack_what_they_are_entitled_to[0]", _keep_borrowed_room,
     ),
     Canary(
         "forget_borrowed", "borrowed room counts as taken of what its namespace is entitled to",

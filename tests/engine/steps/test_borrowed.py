@@ -96,7 +96,7 @@ def test_what_a_reader_leased_stays_when_its_step_goes() -> None:
         leased = await lease(store, old, keys_of(view)[:2])
         for step in (1, 2):
             await step_on(store, view, step)
-        with pytest.raises(StepDropped, match=r"step 0 of 'moe' was dropped: newer commits needed its room; refresh\(\)"):
+        with pytest.raises(StepDropped, match=r"step 0 of 'moe' was dropped: its room was needed; refresh\(\)"):
             store.access.acquire(old, 999, keys_of(view)[2:3], "param")
         assert all(copy.leases for copy in leased.copies)
         store.access.release(old, leased.lease_id)

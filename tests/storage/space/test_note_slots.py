@@ -25,7 +25,7 @@ def test_an_occupied_slot_is_not_taken() -> None:
 def test_without_a_free_slot_the_count_is_named() -> None:
     slots = NoteSlots(1)
     slots.take()
-    with pytest.raises(CapacityError, match=r"all 1 commit note slots .* prepared step .*: finalize prepared steps, drop"):
+    with pytest.raises(CapacityError, match=r"all 1 commit note slots .* prepared step .*: finalize prepared steps, or drop"):
         slots.take()
     slots.free(0)
     assert slots.free_count == 1
